@@ -42,8 +42,8 @@ VARIANTS = ("torch", "compile", "segments", "segments, all in ort", "ort", "ort,
 """Eager PyTorch; torch.compile by Inductor; the compile backend with measured placement and with all in ONNX Runtime;
 ORTModule. The last two need onnxruntime-training."""
 DEFAULT = ("torch", "compile", "segments")
-_SETTLING = 36
-"""Steps before the compile backend has placed all segments."""
+_SETTLING = 64
+"""Steps before the compile backend has placed all segments and units."""
 
 
 class Variant:

@@ -46,10 +46,10 @@ class Agreement:
             store.set(f"failed/{key}", reason)
 
     def placement(self, key: str) -> str | None:
-        """Return what a rank or an earlier run has proposed, see :meth:`propose`; None if nobody has."""
+        """Return the runtime and its gain, as a rank or an earlier run has measured them; None if nobody has."""
         if key not in self._placements:
             told = _told(f"placed/{key}")
-            if told is None and self._kept.get(key, "").count(" ") == 2:  # older caches, with less, are measured anew
+            if told is None and " " in self._kept.get(key, ""):  # caches of before the gain was kept are measured anew
                 told = self.propose(key, self._kept[key])
             if told is not None:
                 self._placements[key] = told
@@ -60,8 +60,7 @@ class Agreement:
 
         Args:
             key: name of the segment's model.
-            runner: the faster runtime, the seconds that ONNX Runtime saves, and those that PyTorch takes, with a space
-                between each.
+            runner: the faster runtime, and after a space the seconds that ONNX Runtime saves.
         """
         store = _store()
         decided = store.compare_set(f"placed/{key}", "", runner).decode() if store is not None else runner

@@ -56,7 +56,7 @@ class Compiler:
         self._unit = unit
         self._exclude = tuple(exclude)
         self.record = record if record is not None else records.ModelRecord()
-        self._agreement = _agreement()
+        self._agreement = agreement()
         self._products: dict[Any, Products] = {}
         self.recompilations = Recompilations(unit or "the compiled function")
         self.record.recompilations.append(self.recompilations)
@@ -198,7 +198,7 @@ _trials: dict[tuple[str, str, str], Trial] = {}
 _agreements: list[Agreement] = []
 
 
-def _agreement() -> Agreement:
+def agreement() -> Agreement:
     """Return the decisions of this process's segments."""
     if not _agreements:
         folder = env.user_cache_dir()

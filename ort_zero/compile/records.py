@@ -19,14 +19,9 @@ if TYPE_CHECKING:
 
 _MIN_SHARE = 0.1
 """Share of a unit's operations in ONNX Runtime below which Dynamo's and AOTAutograd's time is not worth it."""
-_MIN_OVERHEAD, _MAX_OVERHEAD = 4e-4, 1.5e-3
-"""Seconds that Dynamo's guards, AOTAutograd's code and calls from Python take in a forward and a backward of a unit.
-
-They are 0.25 to 0.5 ms in layers of five architectures that are too small for any other time. Beside products of 40 ms
-they are 1.5 ms, since such products leave nothing of Python in the processor's caches.
-"""
-_OVERHEAD_SHARE = 0.04
-"""The same between these two, as a share of the time of the unit's segments in PyTorch."""
+_MIN_GAIN = 4e-4
+"""Seconds that Dynamo's guards, AOTAutograd's code and calls of operators from Python take in a forward and a backward
+of a unit: 0.25 to 0.5 ms in layers of five architectures that are too small for any other time."""
 
 
 @dataclass(slots=True)
@@ -125,19 +120,33 @@ class ModelRecord:
 
     def prefers_torch(self, unit: str) -> bool:
         """Return True if the graphs of a class of units are placed, and ONNX Runtime does or saves too little."""
-        graphs = [graph for graph in self.graphs if graph.unit == unit and graph.direction != "loss"]
+        graphs = self._graphs_of(unit)
         segments = [segment for graph in graphs for segment in graph.segments]
-        if not graphs or any(s.trial.runner is None or s.trial.place != "measured" for s in segments):
+        if self.placed_segments(unit) is None:
             return False
         total = sum(graph.torch_flops for graph in graphs) + sum(segment.flops for segment in segments)
         calls = sum(graph.direction != "backward" for graph in graphs)
         in_ort = [segment.trial for segment in segments if segment.in_ort]
         gains = [trial.gain for trial in in_ort if trial.gain is not None]
-        seconds = sum(segment.trial.torch_seconds for segment in segments)
-        least = min(max(_OVERHEAD_SHARE * seconds, _MIN_OVERHEAD * calls), _MAX_OVERHEAD * calls)
-        if len(gains) == len(in_ort) and sum(gains) < least:
+        if len(gains) == len(in_ort) and sum(gains) < _MIN_GAIN * calls:
             return True
         return sum(segment.flops for segment in segments if segment.in_ort) <= _MIN_SHARE * total
+
+    def placed_segments(self, unit: str) -> list[str] | None:
+        """Return the keys of the placed segments of a class of units; None if its units may not go back to PyTorch.
+
+        They may not while segments are to be timed, or if segments never are. With recomputation they never may, since
+        PyTorch's own forward keeps all for its backward.
+        """
+        graphs = self._graphs_of(unit)
+        trials = [segment.trial for graph in graphs for segment in graph.segments]
+        are_placed = all(trial.runner is not None and trial.place == "measured" for trial in trials)
+        if not graphs or not are_placed or self.memory.recompute != "off":
+            return None
+        return [trial.key for trial in trials]
+
+    def _graphs_of(self, unit: str) -> list[GraphRecord]:
+        return [graph for graph in self.graphs if graph.unit == unit and graph.direction != "loss"]
 
     def flop_share(self) -> float | None:
         """Return the share of floating-point operations that ONNX Runtime runs, of one run of each graph."""

@@ -14,12 +14,13 @@ from ort_zero.compat import torch_compile
 from ort_zero.compile import explain, sessions
 from ort_zero.compile.caches import leave_out_caches
 from ort_zero.compile.deferred_logits import DeferringHead, is_head
-from ort_zero.compile.dynamo_backend import Compiler
+from ort_zero.compile.dynamo_backend import Compiler, agreement
 from ort_zero.compile.head_loss import ProductsOf
 from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.records import ModelRecord
 from ort_zero.compile.settings import Settings
 from ort_zero.compile.unit_forward import UnitForward, is_compiled, replace_forward, restore_forward
+from ort_zero.compile.unit_trial import UnitTrial, UnitTrials
 from ort_zero.compile.units import Unit, find_units, multiplies
 from ort_zero.errors import ExportError
 from ort_zero.statistics.collect import subscribed_model
@@ -71,6 +72,7 @@ class CompiledModel:
         self._classes = {unit.path: type(unit.module).__name__ for unit in units}
         self._compiled: dict[Any, tuple[Callable[..., Any], ProductsOf]] = {}
         self._settings = settings
+        self._trials = UnitTrials(agreement)
         self._seen = weakref.WeakSet(module.modules())
         leave_out_caches(module)  # before the units: a model that is a unit itself stays compiled
         for unit in units:
@@ -159,8 +161,14 @@ class CompiledModel:
             if model is not None:
                 model.note_second_derivative()
 
-        is_slower = functools.partial(self.record.goes_to_torch, name)
-        replace_forward(unit.module, compile_function, failed, is_slower, differentiated)
+        record, trials = self.record, self._trials
+
+        def trial_of(module: nn.Module, inputs: Any) -> UnitTrial | None:
+            segments = record.placed_segments(name)
+            return None if segments is None or is_head(module) else trials.of(module, inputs, segments)
+
+        is_slower = functools.partial(record.goes_to_torch, name)
+        replace_forward(unit.module, compile_function, failed, is_slower, differentiated, trial_of)
 
     def note_second_derivative(self) -> None:
         """Note that a backward of a unit is differentiated; PyTorch runs the model from now on.
@@ -220,6 +228,10 @@ class CompiledModel:
     def status(self) -> dict[str, Any]:
         """Return the model's entry in ``ort_zero.status()["models"]``, as plain values."""
         units = [(path, unit) for path, ref in self._units if (unit := ref()) is not None]
+        if self.record.graphs:
+            classes = {self._classes[path]: False for path, _ in units}
+            classes.update({self._classes[path]: True for path, unit in units if is_compiled(unit)})
+            self.record.units_in_torch.update(name for name, compiled in classes.items() if not compiled)
         compiled = self.record.as_dict()
         failures = {**self.failures, **self._added()}
         in_ort = compiled["segments"] - compiled["segments_in_torch"]

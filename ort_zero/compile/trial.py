@@ -67,8 +67,6 @@ class Trial:
     """Whether PyTorch has checked a run; an error of PyTorch or Ctrl-C may end the first check early."""
     gain: float | None = None
     """Seconds that a run in ONNX Runtime saves, negative if it takes longer; None if nobody has measured it."""
-    torch_seconds: float = 0.0
-    """Seconds of a run in PyTorch; 0 if nobody has measured it."""
     _times: list[float] = field(default_factory=list)
     """Seconds of the timed runs: of ONNX Runtime and PyTorch by turns."""
 
@@ -148,10 +146,9 @@ class Trial:
         results = _in_ort(by_ort) if in_ort else by_torch()
         self._times.append(self.clock() - begin)  # not of a run that an error or Ctrl-C has ended
         if len(self._times) == 2 * _CLOSE_RUNS or (not in_ort and self._is_clear()):
-            torchs = min(self._times[1::2])
-            gain = torchs - min(self._times[::2])
+            gain = min(self._times[1::2]) - min(self._times[::2])
             faster = Runner.ONNXRUNTIME if gain >= 0 else Runner.TORCH
-            self._place(agreement.propose(self.key, f"{faster.value} {gain:.3g} {torchs:.3g}"))
+            self._place(agreement.propose(self.key, f"{faster.value} {gain:.3g}"))
         return results
 
     def _is_clear(self) -> bool:
@@ -162,10 +159,8 @@ class Trial:
         return len(ort) >= _TIMED_RUNS and faster < _CLOSE * slower and agree
 
     def _place(self, decision: str) -> None:
-        runner, *seconds = decision.split()
-        self.runner = Runner(runner)
-        if seconds:
-            self.gain, self.torch_seconds = map(float, seconds)
+        runner, _, gain = decision.partition(" ")
+        self.runner, self.gain = Runner(runner), float(gain) if gain else None
         if self.runner is Runner.TORCH:
             self.reason = "PyTorch is faster"
 

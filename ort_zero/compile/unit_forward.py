@@ -13,12 +13,14 @@ from torch import nn
 
 from ort_zero.compat.torch_compile import in_backward, in_transform, is_dynamos, saves_plainly
 from ort_zero.compile.second_derivatives import Call
+from ort_zero.compile.trial import Runner
+from ort_zero.compile.unit_trial import UnitTrial
 
 _NAME = "forward"
 IN_GRAPH = "raised_in_graph"
 """Attribute of exceptions that a graph has raised: their tracebacks end at the unit's first line."""
 _ASKED = frozenset(1 << n for n in range(3, 40))
-"""Numbers of calls at which a unit asks whether PyTorch is faster."""
+"""Numbers of calls at which a unit asks whether PyTorch is faster, or whether it is to be timed."""
 _WATCHED = 64
 """Number of first calls whose backwards are watched for ``create_graph=True``; some penalties come every 16 steps."""
 
@@ -36,6 +38,7 @@ class UnitForward:
         failed: called with the error of a compilation that failed; raises it or lets PyTorch run the unit.
         is_slower: returns whether the unit is faster in PyTorch.
         differentiated: called when a backward of the unit is to be differentiated; None does not look for that.
+        trial_of: returns the trial of a call with the unit and its arguments, None before all segments are placed.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class UnitForward:
         failed: Callable[[Exception], None],
         is_slower: Callable[[], bool] = lambda: False,
         differentiated: Callable[[], None] | None = None,
+        trial_of: Callable[[nn.Module, Any], UnitTrial | None] = lambda unit, inputs: None,
     ):
         self.unit = unit
         self.compiled: Callable[..., Any] | None = compiled
@@ -53,9 +57,12 @@ class UnitForward:
         self.failed = failed
         self.is_slower = is_slower
         self.differentiated = differentiated
+        self.trial_of = trial_of
         self.calls = 0
         self.is_suspended = False
         """Whether PyTorch runs the unit for now."""
+        self.is_timed = False
+        """Whether calls are timed, compiled and in PyTorch by turns."""
         functools.update_wrapper(self, original, updated=())
         self.__signature__ = inspect.signature(types.MethodType(original, unit))
 
@@ -65,15 +72,20 @@ class UnitForward:
             return self.original(self.unit, *args, **kwargs)
         self.calls += 1
         # not in a backward: activation checkpointing must compute again what the forward has computed
-        if self.calls in _ASKED and not in_backward() and self.is_slower():
-            self.compiled = None
-            return self.original(self.unit, *args, **kwargs)
+        trial = None
+        if (self.is_timed or self.calls in _ASKED) and not in_backward():
+            trial = self._trial((args, kwargs))
+            if self.compiled is None:
+                return self.original(self.unit, *args, **kwargs)
         call = None
         if self.calls <= _WATCHED and self.differentiated is not None and torch.is_grad_enabled() and saves_plainly():
             call = Call(self.unit, self.original, (args, kwargs), self.differentiated)
         try:
-            results = self.compiled(self.unit, *args, **kwargs)
-            if call is not None:
+            if trial is not None:
+                results, is_compiled = trial.run(self.compiled, self.original, self.unit, args, kwargs)
+            else:
+                results, is_compiled = self.compiled(self.unit, *args, **kwargs), True
+            if call is not None and is_compiled:
                 call.watch(results)
             return results
         except Exception as error:
@@ -86,10 +98,24 @@ class UnitForward:
         self.compiled = None
         return results
 
+    def _trial(self, inputs: Any) -> UnitTrial | None:
+        """Return the trial that a call belongs to, or None; leave the unit to PyTorch where that is faster."""
+        if self.calls in _ASKED and self.is_slower():
+            self.compiled = None
+            return None
+        if not torch.is_grad_enabled() or not saves_plainly():
+            return None
+        trial = self.trial_of(self.unit, inputs)
+        self.is_timed = trial is not None and trial.runner is None
+        if trial is not None and trial.runner is Runner.TORCH:
+            self.compiled = None
+        return trial if self.is_timed else None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitForward:
         unit = memo.get(id(self.unit), self.unit)
         compiled = self.compiled or self.original
-        return UnitForward(unit, compiled, self.original, self.failed, self.is_slower, self.differentiated)
+        others = self.is_slower, self.differentiated, self.trial_of
+        return UnitForward(unit, compiled, self.original, self.failed, *others)
 
     def __reduce__(self) -> Any:
         if isinstance(self.original, _OwnForward):
@@ -103,6 +129,7 @@ def replace_forward(
     failed: Callable[[Exception], None],
     is_slower: Callable[[], bool] = lambda: False,
     differentiated: Callable[[], None] | None = None,
+    trial_of: Callable[[nn.Module, Any], UnitTrial | None] = lambda unit, inputs: None,
 ) -> None:
     """Replace the forward of a unit by its compiled form.
 
@@ -112,6 +139,7 @@ def replace_forward(
         failed: see :class:`UnitForward`.
         is_slower: see :class:`UnitForward`.
         differentiated: see :class:`UnitForward`.
+        trial_of: see :class:`UnitForward`.
     """
     current = vars(unit).get(_NAME)
     if isinstance(current, UnitForward):
@@ -120,7 +148,7 @@ def replace_forward(
         original = _OwnForward(current)
     else:
         original = type(unit).forward
-    forward = UnitForward(unit, compile_function(original), original, failed, is_slower, differentiated)
+    forward = UnitForward(unit, compile_function(original), original, failed, is_slower, differentiated, trial_of)
     setattr(unit, _NAME, forward)
 
 

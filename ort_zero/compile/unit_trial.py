@@ -1,0 +1,126 @@
+"""Time whole units, compiled and in PyTorch by turns, and have the faster form run them.
+
+The times of segments leave out what surrounds them: Dynamo's guards, AOTAutograd's code, calls from Python between
+large products. They also leave out what a unit's own forward takes more than the form in PyTorch of its segments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ort_zero.compat.deepspeed_parameters import full_shape
+from ort_zero.compat.torch_compile import tree_leaves
+from ort_zero.compile.agreement import Agreement
+from ort_zero.compile.trial import Runner
+
+_RUNS = 12
+"""Number of timed forwards and backwards in each form; the fastest counts, which noise disturbs least."""
+_MAX_CALLS = 16 * _RUNS
+"""Number of calls after which a unit stays compiled, if backwards cannot be timed: no input takes a gradient."""
+
+
+class UnitTrial:
+    """The times of equal units, and the form that runs them.
+
+    Args:
+        key: name of the units' content, the same on all ranks and in all processes.
+        agreement: the decisions of all ranks.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, key: str, agreement: Agreement, clock: Callable[[], float] = time.perf_counter):
+        self._key = key
+        self._agreement = agreement
+        self._clock = clock
+        self._calls = 0
+        self._times: dict[Runner, list[float]] = {runner: [] for runner in Runner}
+        decided = agreement.placement(key)
+        self.runner = None if decided is None else Runner(decided.split()[0])
+        """What runs the units from now on: ONNX Runtime stands for the compiled form; None until that is decided."""
+
+    def run(
+        self, compiled: Callable[..., Any], original: Callable[..., Any], unit: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, bool]:
+        """Return the results of a call, and whether they are the compiled form's; time it and its backward.
+
+        Args:
+            compiled: the compiled forward.
+            original: the unit's own forward.
+            unit: the unit.
+            args: positional arguments of both.
+            kwargs: keyword arguments of both.
+        """
+        # by turns, and the other way round after some calls: a layer has each form in turn, however many layers
+        in_torch = (self._calls + self._calls // 8) % 2 == 1
+        self._calls += 1
+        begin = self._clock()
+        results = (original if in_torch else compiled)(unit, *args, **kwargs)
+        self._watch(Runner.TORCH if in_torch else Runner.ONNXRUNTIME, self._clock() - begin, (args, kwargs), results)
+        if self._calls >= _MAX_CALLS and self.runner is None:
+            self.runner = Runner.ONNXRUNTIME
+        return results, not in_torch
+
+    def _watch(self, runner: Runner, seconds: float, inputs: Any, results: Any) -> None:
+        """Have the backward of a call timed, and both times added to the runner's.
+
+        It begins at the first result's gradient, and ends when an input has its gradient.
+        """
+        made = [leaf.grad_fn for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
+        read = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not made or not read or read[0].device.type != "cpu":
+            return
+        begin: list[float] = []
+
+        def begins(_: Any) -> None:
+            if not begin:
+                begin.append(self._clock())
+
+        def ends(_: Any) -> None:
+            if begin:
+                self._add(runner, seconds + self._clock() - begin.pop())
+
+        for node in made:
+            node.register_prehook(begins)
+        read[0].register_hook(ends)
+
+    def _add(self, runner: Runner, seconds: float) -> None:
+        self._times[runner].append(seconds)
+        if self.runner is None and all(len(times) >= _RUNS for times in self._times.values()):
+            gain = min(self._times[Runner.TORCH]) - min(self._times[Runner.ONNXRUNTIME])
+            faster = Runner.ONNXRUNTIME if gain >= 0 else Runner.TORCH
+            decided = self._agreement.propose(self._key, f"{faster.value} {gain:.3g}")
+            self.runner = Runner(decided.split()[0])
+
+
+class UnitTrials:
+    """The trials of the units of one model.
+
+    Args:
+        agreement: returns the decisions of all ranks.
+    """
+
+    def __init__(self, agreement: Callable[[], Agreement]):
+        self._agreement = agreement
+        self._trials: dict[str, UnitTrial] = {}
+
+    def of(self, unit: nn.Module, inputs: Any, segments: Iterable[str]) -> UnitTrial:
+        """Return the trial that a unit shares with equal ones: of the same class, parameters, inputs and segments.
+
+        Args:
+            unit: the unit.
+            inputs: its arguments.
+            segments: the keys of the segments of the unit's class.
+        """
+        parameters = [full_shape(parameter) for parameter in unit.parameters()]
+        shapes = [tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        facts = (type(unit).__qualname__, unit.training, parameters, shapes, sorted(segments))
+        key = "unit_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        if key not in self._trials:
+            self._trials[key] = UnitTrial(key, self._agreement())
+        return self._trials[key]

@@ -1,0 +1,140 @@
+"""The trial of whole units: forwards and backwards are timed, and the faster form keeps the unit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ort_zero
+from ort_zero.compile.agreement import Agreement
+from ort_zero.compile.running_model import _models
+from ort_zero.compile.trial import Runner
+from ort_zero.compile.unit_forward import is_compiled, replace_forward
+from ort_zero.compile.unit_trial import UnitTrial, UnitTrials
+
+
+class Clock:
+    """Time that passes only within the two forms of a unit."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def form(self, forward: float, backward: float):
+        """Return a form of a unit, doubling its input, that takes these seconds."""
+        clock = self
+
+        class Doubling(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                clock.now += forward
+                return 2 * x
+
+            @staticmethod
+            def backward(ctx, gradient):
+                clock.now += backward
+                return 2 * gradient
+
+        return lambda unit, x: Doubling.apply(x)
+
+
+def step(module: nn.Module) -> None:
+    """Run a forward and a backward, of an input that is not a leaf."""
+    x = torch.ones(3, requires_grad=True)
+    module(x + 1).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+def unit_with(
+    clock: Clock, trial: UnitTrial, compiled: tuple[float, float], original: tuple[float, float]
+) -> nn.Module:
+    """Return a unit with two forms that take these seconds for a forward and a backward."""
+    unit = nn.Identity()
+    own = clock.form(*original)
+    unit.forward = lambda x: own(unit, x)  # type: ignore[method-assign]
+    form = clock.form(*compiled)
+    replace_forward(unit, lambda function: form, _fail, trial_of=lambda module, inputs: trial)
+    return unit
+
+
+def _fail(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    "compiled, original, faster",
+    [
+        ((1.0, 2.0), (1.0, 3.0), Runner.ONNXRUNTIME),
+        ((1.0, 3.0), (1.0, 2.0), Runner.TORCH),
+        ((2.0, 1.0), (1.0, 1.0), Runner.TORCH),
+        ((1.0, 1.0), (2.0, 1.0), Runner.ONNXRUNTIME),
+    ],
+)
+def test_the_faster_form_keeps_the_unit(tmp_path, compiled, original, faster):
+    clock = Clock()
+    trial = UnitTrial("unit", Agreement(tmp_path), clock)
+    unit = unit_with(clock, trial, compiled, original)
+    for _ in range(40):
+        step(unit)
+    assert trial.runner is faster and is_compiled(unit) is (faster is Runner.ONNXRUNTIME)
+    assert UnitTrial("unit", Agreement(tmp_path)).runner is faster, "the next start does not time again"
+
+
+def test_a_unit_without_backwards_stays_compiled():
+    clock = Clock()
+    trial = UnitTrial("unit", Agreement(), clock)
+    unit = unit_with(clock, trial, (2.0, 2.0), (1.0, 1.0))
+    for _ in range(300):
+        unit(torch.ones(3))
+    assert trial.runner is Runner.ONNXRUNTIME and is_compiled(unit)
+
+
+def test_what_is_checkpointed_is_not_timed():
+    clock = Clock()
+    trial = UnitTrial("unit", Agreement(), clock)
+    unit = unit_with(clock, trial, (2.0, 2.0), (1.0, 1.0))
+    for _ in range(40):
+        x = torch.ones(3, requires_grad=True)
+        checkpoint(unit, x + 1, use_reentrant=False).sum().backward()
+    assert trial.runner is None and is_compiled(unit) and clock.now == 40 * (2 + 2)
+
+
+def test_equal_units_share_a_trial():
+    trials, x = UnitTrials(Agreement), torch.ones(2, 4)
+    first, second, other = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 5)
+    assert trials.of(first, (x,), ["a"]) is trials.of(second, (x,), ["a"])
+    different = [trials.of(other, (x,), ["a"]), trials.of(first, (x[:1],), ["a"]), trials.of(first, (x,), ["b"])]
+    assert len({id(trial) for trial in (trials.of(first, (x,), ["a"]), *different)}) == 4
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def test_gradients_are_pytorchs_while_units_are_timed(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ORT_ZERO_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Layer() for _ in range(4)))
+    ours = nn.Sequential(*(Layer() for _ in range(4)))
+    ours.load_state_dict(plain.state_dict())
+    ort_zero.wrap(ours, backend="compile")
+    for number in range(60):
+        x = torch.randn(8, 64)
+        for model in (plain, ours):
+            model.zero_grad(set_to_none=True)
+            model(x.clone().requires_grad_()).square().mean().backward()
+        for (name, wanted), parameter in zip(plain.named_parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, wanted.grad, msg=f"{name} in step {number}")
+    running = _models[ours]
+    (trial,) = running._trials._trials.values() or [None]
+    by_segments = "Layer" in running.record.units_in_torch
+    assert by_segments or (trial is not None and trial.runner is not None), "neither rule has decided"
