@@ -19,6 +19,7 @@ from ort_zero.compile.head_loss import ProductsOf
 from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.records import ModelRecord
 from ort_zero.compile.settings import Settings
+from ort_zero.compile.trial import Runner
 from ort_zero.compile.unit_forward import UnitForward, is_compiled, replace_forward, restore_forward
 from ort_zero.compile.unit_trial import UnitTrial, UnitTrials
 from ort_zero.compile.units import Unit, find_units, multiplies
@@ -73,6 +74,8 @@ class CompiledModel:
         self._compiled: dict[Any, tuple[Callable[..., Any], ProductsOf]] = {}
         self._settings = settings
         self._trials = UnitTrials(agreement)
+        self._slower: set[str] = set()
+        """Paths of the units that were slower as a whole, compiled."""
         self._seen = weakref.WeakSet(module.modules())
         leave_out_caches(module)  # before the units: a model that is a unit itself stays compiled
         for unit in units:
@@ -165,7 +168,13 @@ class CompiledModel:
 
         def trial_of(module: nn.Module, inputs: Any) -> UnitTrial | None:
             segments = record.placed_segments(name)
-            return None if segments is None or is_head(module) else trials.of(module, inputs, segments)
+            if segments is None or is_head(module):
+                return None
+            trial = trials.of(module, inputs, segments)
+            model = reference()
+            if trial.runner is Runner.TORCH and model is not None:
+                model.note_slower(unit.path)
+            return trial
 
         is_slower = functools.partial(record.goes_to_torch, name)
         replace_forward(unit.module, compile_function, failed, is_slower, differentiated, trial_of)
@@ -181,6 +190,13 @@ class CompiledModel:
         if self.fallback_reason is None:
             self.fallback_reason = _DIFFERENTIATED
             log.get_logger().warning("PyTorch runs %s: %s", type(self.module).__name__, _DIFFERENTIATED)
+
+    def note_slower(self, path: str) -> None:
+        """Note that a unit is faster in PyTorch, which runs it from now on."""
+        self._slower.add(path)
+        name = self._classes[path]
+        if all(each in self._slower for each, _ in self._units if self._classes[each] == name):
+            self.record.units_in_torch.add(name)
 
     def note_failure(self, path: str, error: Exception) -> None:
         """Note that a unit could not be compiled; PyTorch runs the unit.
@@ -228,10 +244,6 @@ class CompiledModel:
     def status(self) -> dict[str, Any]:
         """Return the model's entry in ``ort_zero.status()["models"]``, as plain values."""
         units = [(path, unit) for path, ref in self._units if (unit := ref()) is not None]
-        if self.record.graphs:
-            classes = {self._classes[path]: False for path, _ in units}
-            classes.update({self._classes[path]: True for path, unit in units if is_compiled(unit)})
-            self.record.units_in_torch.update(name for name, compiled in classes.items() if not compiled)
         compiled = self.record.as_dict()
         failures = {**self.failures, **self._added()}
         in_ort = compiled["segments"] - compiled["segments_in_torch"]
