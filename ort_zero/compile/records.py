@@ -183,6 +183,7 @@ class ModelRecord:
             "flop_share": self.flop_share(),
             "in_torch": dict(sum((graph.in_torch for graph in self.graphs), Counter())),
             "reasons": {name: why for graph in self.graphs for name, why in graph.reasons.items()},
+            "units_in_torch": sorted(self.units_in_torch),
             "units_at_limit": [each.unit for each in self.recompilations if each.at_limit],
             "recompilations": [reason for g in self.graphs if (reason := g.recompile_reason)],
             "failed": {s.trial.key: s.trial.reason for s in segments if s.trial.failed},

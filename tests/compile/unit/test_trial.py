@@ -293,6 +293,7 @@ def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains,
     before = record.as_dict()
     assert record.goes_to_torch("Block") is prefers
     after = record.as_dict()
+    assert (before["units_in_torch"], after["units_in_torch"]) == ([], ["Block"] if prefers else [])
     assert before["segments_in_torch"] == 2 and before["flop_share"] == pytest.approx(2e9 / 2.002e12)
     assert (after["segments_in_torch"], after["flop_share"]) == ((4, 0) if prefers else (2, before["flop_share"]))
     record.memory = MemoryBudget("all")
