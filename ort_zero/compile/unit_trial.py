@@ -21,8 +21,8 @@ from ort_zero.compile.trial import Runner
 
 _RUNS = 12
 """Number of timed forwards and backwards in each form; the fastest counts, which noise disturbs least."""
-_MAX_CALLS = 16 * _RUNS
-"""Number of calls after which a unit stays compiled, if backwards cannot be timed: no input takes a gradient."""
+_MAX_CALLS = 8 * _RUNS
+"""Number of calls after which a unit stays compiled, where too few backwards followed."""
 
 
 class UnitTrial:
@@ -69,11 +69,13 @@ class UnitTrial:
     def _watch(self, runner: Runner, seconds: float, inputs: Any, results: Any) -> None:
         """Have the backward of a call timed, and both times added to the runner's.
 
-        It begins at the first result's gradient, and ends when an input has its gradient.
+        It begins at the first result's gradient, and ends when an input has its gradient. The unit stays compiled if no
+        input takes one, and on a GPU, which works on after a call has returned.
         """
         made = [leaf.grad_fn for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
         read = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not made or not read or read[0].device.type != "cpu":
+            self.runner = Runner.ONNXRUNTIME
             return
         begin: list[float] = []
 
@@ -118,8 +120,9 @@ class UnitTrials:
             segments: the keys of the segments of the unit's class.
         """
         parameters = [full_shape(parameter) for parameter in unit.parameters()]
-        shapes = [tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        facts = (type(unit).__qualname__, unit.training, parameters, shapes, sorted(segments))
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        read = [(tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
+        facts = (type(unit).__qualname__, unit.training, parameters, read, sorted(segments))
         key = "unit_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
         if key not in self._trials:
             self._trials[key] = UnitTrial(key, self._agreement())

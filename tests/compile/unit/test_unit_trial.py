@@ -84,13 +84,15 @@ def test_the_faster_form_keeps_the_unit(tmp_path, compiled, original, faster):
     assert UnitTrial("unit", Agreement(tmp_path)).runner is faster, "the next start does not time again"
 
 
-def test_a_unit_without_backwards_stays_compiled():
+@pytest.mark.parametrize("takes_gradient", [True, False])
+def test_a_unit_without_backwards_stays_compiled(takes_gradient: bool):
     clock = Clock()
     trial = UnitTrial("unit", Agreement(), clock)
     unit = unit_with(clock, trial, (2.0, 2.0), (1.0, 1.0))
-    for _ in range(300):
-        unit(torch.ones(3))
+    for _ in range(130):
+        unit(torch.ones(3, requires_grad=takes_gradient))
     assert trial.runner is Runner.ONNXRUNTIME and is_compiled(unit)
+    assert (clock.now < 2 * 130) is takes_gradient, "what cannot be timed is not tried in PyTorch"
 
 
 def test_what_is_checkpointed_is_not_timed():
@@ -107,8 +109,14 @@ def test_equal_units_share_a_trial():
     trials, x = UnitTrials(Agreement), torch.ones(2, 4)
     first, second, other = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 5)
     assert trials.of(first, (x,), ["a"]) is trials.of(second, (x,), ["a"])
-    different = [trials.of(other, (x,), ["a"]), trials.of(first, (x[:1],), ["a"]), trials.of(first, (x,), ["b"])]
-    assert len({id(trial) for trial in (trials.of(first, (x,), ["a"]), *different)}) == 4
+    calls = [
+        (first, x, "a"),
+        (other, x, "a"),
+        (first, x[:1], "a"),
+        (first, x, "b"),
+        (first, x.clone().requires_grad_(), "a"),
+    ]
+    assert len({id(trials.of(unit, (read,), [segment])) for unit, read, segment in calls}) == len(calls)
 
 
 class Layer(nn.Module):
