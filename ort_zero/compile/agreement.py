@@ -59,7 +59,7 @@ class Agreement:
         """Return the decision of all ranks: the first rank that proposes one decides.
 
         Args:
-            key: name of the segment's model.
+            key: name of the segment's model, or of equal units.
             runner: the faster runtime, and after a space the seconds that ONNX Runtime saves.
         """
         store = _store()

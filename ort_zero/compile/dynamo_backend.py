@@ -199,7 +199,7 @@ _agreements: list[Agreement] = []
 
 
 def agreement() -> Agreement:
-    """Return the decisions of this process's segments."""
+    """Return the decisions of this process's segments and units."""
     if not _agreements:
         folder = env.user_cache_dir()
         _agreements.append(Agreement(folder / "placements" if folder and env.can_write(folder) else None))

@@ -112,7 +112,7 @@ def computed_again(forward: GraphModule, backward: GraphModule) -> list[torch.fx
 
 
 def _has_equal_calls(joint: GraphModule) -> bool:
-    """Return True if a graph has two calls of an operator with the same arguments, views and constants aside."""
+    """Return True if a graph has two calls of an operator with the same arguments, views and constants not counted."""
     calls = [
         (node.target, str(node.args), str(node.kwargs))
         for node in joint.graph.nodes

@@ -192,7 +192,7 @@ class CompiledModel:
             log.get_logger().warning("PyTorch runs %s: %s", type(self.module).__name__, _DIFFERENTIATED)
 
     def note_slower(self, path: str) -> None:
-        """Note that a unit is faster in PyTorch, which runs it from now on."""
+        """Note that PyTorch runs a unit from now on, since the compiled form of the unit is slower."""
         self._slower.add(path)
         name = self._classes[path]
         if all(each in self._slower for each, _ in self._units if self._classes[each] == name):

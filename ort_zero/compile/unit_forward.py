@@ -20,7 +20,7 @@ _NAME = "forward"
 IN_GRAPH = "raised_in_graph"
 """Attribute of exceptions that a graph has raised: their tracebacks end at the unit's first line."""
 _ASKED = frozenset(1 << n for n in range(3, 40))
-"""Numbers of calls at which a unit asks whether PyTorch is faster, or whether it is to be timed."""
+"""Numbers of calls at which a unit asks whether it goes back to PyTorch, or is timed from now on."""
 _WATCHED = 64
 """Number of first calls whose backwards are watched for ``create_graph=True``; some penalties come every 16 steps."""
 

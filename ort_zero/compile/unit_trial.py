@@ -17,7 +17,7 @@ from torch import nn
 from ort_zero.compat.deepspeed_parameters import full_shape
 from ort_zero.compat.torch_compile import tree_leaves
 from ort_zero.compile.agreement import Agreement
-from ort_zero.compile.trial import Runner
+from ort_zero.compile.trial import Runner, propose_faster
 
 _RUNS = 12
 """Number of timed forwards and backwards in each form; the fastest counts, which noise disturbs least."""
@@ -41,13 +41,13 @@ class UnitTrial:
         self._calls = 0
         self._times: dict[Runner, list[float]] = {runner: [] for runner in Runner}
         decided = agreement.placement(key)
-        self.runner = None if decided is None else Runner(decided.split()[0])
-        """What runs the units from now on: ONNX Runtime stands for the compiled form; None until that is decided."""
+        self.runner = None if decided is None else _runner_of(decided)
+        """The decision: ``ONNXRUNTIME`` runs units compiled, ``TORCH`` by their own forwards; None until it is made."""
 
     def run(
         self, compiled: Callable[..., Any], original: Callable[..., Any], unit: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, bool]:
-        """Return the results of a call, and whether they are the compiled form's; time it and its backward.
+        """Run one of a unit's two forms, timed with its backward; return its results, and if it was the compiled form.
 
         Args:
             compiled: the compiled forward.
@@ -67,7 +67,7 @@ class UnitTrial:
         return results, not in_torch
 
     def _watch(self, runner: Runner, seconds: float, inputs: Any, results: Any) -> None:
-        """Have the backward of a call timed, and both times added to the runner's.
+        """Time the backward of a call by hooks, and add the seconds of forward and backward to the times of its form.
 
         It begins at the first result's gradient, and ends when an input has its gradient. The unit stays compiled if no
         input takes one, and on a GPU, which works on after a call has returned.
@@ -94,14 +94,16 @@ class UnitTrial:
     def _add(self, runner: Runner, seconds: float) -> None:
         self._times[runner].append(seconds)
         if self.runner is None and all(len(times) >= _RUNS for times in self._times.values()):
-            gain = min(self._times[Runner.TORCH]) - min(self._times[Runner.ONNXRUNTIME])
-            faster = Runner.ONNXRUNTIME if gain >= 0 else Runner.TORCH
-            decided = self._agreement.propose(self._key, f"{faster.value} {gain:.3g}")
-            self.runner = Runner(decided.split()[0])
+            in_ort, in_torch = self._times[Runner.ONNXRUNTIME], self._times[Runner.TORCH]
+            self.runner = _runner_of(propose_faster(self._agreement, self._key, in_ort, in_torch))
+
+
+def _runner_of(decision: str) -> Runner:
+    return Runner(decision.partition(" ")[0])
 
 
 class UnitTrials:
-    """The trials of the units of one model.
+    """Trials of the units of one model, one for all equal units.
 
     Args:
         agreement: returns the decisions of all ranks.
@@ -112,7 +114,7 @@ class UnitTrials:
         self._trials: dict[str, UnitTrial] = {}
 
     def of(self, unit: nn.Module, inputs: Any, segments: Iterable[str]) -> UnitTrial:
-        """Return the trial that a unit shares with equal ones: of the same class, parameters, inputs and segments.
+        """Return the trial of a unit's call, shared by units of equal class, parameters, inputs and segments.
 
         Args:
             unit: the unit.

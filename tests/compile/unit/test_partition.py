@@ -21,7 +21,8 @@ def test_a_forward_makes_one_call_of_equal_calls():
         return x.to(torch.bfloat16).sin() * x.to(torch.bfloat16).cos()
 
     compiled = aot_function(function, fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)
-    x = torch.randn(4, requires_grad=True)
+    x, eager = (torch.arange(4.0, requires_grad=True) for _ in range(2))
     compiled(x).sum().backward()
+    function(eager).sum().backward()
     assert len([name for name in graphs[0] if "_to_copy" in name or "convert" in name]) == 1
-    torch.testing.assert_close(x.grad, torch.cos(2 * x.detach()), atol=5e-2, rtol=5e-2)
+    torch.testing.assert_close(x.grad, eager.grad)
