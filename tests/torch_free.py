@@ -67,8 +67,8 @@ def _at_module_level(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def _file_of(name: str, beside: Path) -> Path | None:
-    """Return the file of a module of this project, or of a helper of the tests; None for everything installed."""
-    for root in (ROOT, beside):
+    """Return the file of a module of this project, its examples or its tests; None for everything installed."""
+    for root in (ROOT, ROOT / "examples", beside):
         stem = root.joinpath(*name.split("."))
         for file in (stem.with_suffix(".py"), stem / "__init__.py"):
             if file.is_file():

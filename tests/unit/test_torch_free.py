@@ -32,6 +32,7 @@ def test_imports_are_followed_through_modules_of_the_project(tmp_path):
         "import torch\n": True,
         "from torch import nn\n": True,
         "import helper\n": True,
+        "import lm_common\n": True,
         "from ort_zero.config import MemoryConfig\n": False,
         "from ort_zero.ortmodule.runtime.runtime import Runtime\n": True,
         "def test():\n    import torch\n": False,
