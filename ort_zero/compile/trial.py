@@ -60,6 +60,12 @@ def propose_faster(agreement: Agreement, key: str, in_ort: Sequence[float], in_t
     return agreement.propose(key, f"{faster.value} {gain:.3g}")
 
 
+def read_decision(decision: str) -> tuple[Runner, float | None]:
+    """Return the runtime that a decision names, and the seconds a run that ONNX Runtime saves if it has them."""
+    runner, _, gain = decision.partition(" ")
+    return Runner(runner), float(gain) if gain else None
+
+
 @dataclass(slots=True)
 class Trial:
     """The state of one unique segment."""
@@ -171,8 +177,7 @@ class Trial:
         return len(ort) >= _TIMED_RUNS and faster < _CLOSE * slower and agree
 
     def _place(self, decision: str) -> None:
-        runner, _, gain = decision.partition(" ")
-        self.runner, self.gain = Runner(runner), float(gain) if gain else None
+        self.runner, self.gain = read_decision(decision)
         if self.runner is Runner.TORCH:
             self.reason = "PyTorch is faster"
 

@@ -17,12 +17,12 @@ from torch import nn
 from ort_zero.compat.deepspeed_parameters import full_shape
 from ort_zero.compat.torch_compile import tree_leaves
 from ort_zero.compile.agreement import Agreement
-from ort_zero.compile.trial import Runner, propose_faster
+from ort_zero.compile.trial import Runner, propose_faster, read_decision
 
 _RUNS = 12
 """Number of timed forwards and backwards in each form; the fastest counts, which noise disturbs least."""
 _MAX_CALLS = 8 * _RUNS
-"""Number of calls after which a unit stays compiled, where too few backwards followed."""
+"""Number of timed calls after which a unit stays compiled, if too few of them had a backward."""
 
 
 class UnitTrial:
@@ -41,13 +41,13 @@ class UnitTrial:
         self._calls = 0
         self._times: dict[Runner, list[float]] = {runner: [] for runner in Runner}
         decided = agreement.placement(key)
-        self.runner = None if decided is None else _runner_of(decided)
+        self.runner = None if decided is None else read_decision(decided)[0]
         """The decision: ``ONNXRUNTIME`` runs units compiled, ``TORCH`` by their own forwards; None until it is made."""
 
     def run(
         self, compiled: Callable[..., Any], original: Callable[..., Any], unit: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, bool]:
-        """Run one of a unit's two forms, timed with its backward; return its results, and if it was the compiled form.
+        """Run a unit, compiled or in PyTorch by turns, and time it; return its results, and if it ran compiled.
 
         Args:
             compiled: the compiled forward.
@@ -67,7 +67,7 @@ class UnitTrial:
         return results, not in_torch
 
     def _watch(self, runner: Runner, seconds: float, inputs: Any, results: Any) -> None:
-        """Time the backward of a call by hooks, and add the seconds of forward and backward to the times of its form.
+        """Time a call's backward by autograd hooks, and note the seconds of its forward and backward together.
 
         It begins at the first result's gradient, and ends when an input has its gradient. The unit stays compiled if no
         input takes one, and on a GPU, which works on after a call has returned.
@@ -95,11 +95,7 @@ class UnitTrial:
         self._times[runner].append(seconds)
         if self.runner is None and all(len(times) >= _RUNS for times in self._times.values()):
             in_ort, in_torch = self._times[Runner.ONNXRUNTIME], self._times[Runner.TORCH]
-            self.runner = _runner_of(propose_faster(self._agreement, self._key, in_ort, in_torch))
-
-
-def _runner_of(decision: str) -> Runner:
-    return Runner(decision.partition(" ")[0])
+            self.runner, _ = read_decision(propose_faster(self._agreement, self._key, in_ort, in_torch))
 
 
 class UnitTrials:
