@@ -98,8 +98,9 @@ def loss_and_gradients(
         for_hidden[chunk] = (products.for_hidden(gradient, weight) * share).to(hidden.dtype)
         scaled = (states * share).to(weight.dtype)
         if trains and for_weight is None:
-            for_weight = products.for_weight(gradient, scaled).float()
+            for_weight = products.for_weight(gradient, scaled)
         elif for_weight is not None:
+            for_weight = for_weight.float()  # only a sum of several chunks needs float32, a copy of the weight's size
             is_whole = for_weight.dtype is weight.dtype
             for_weight.addmm_(gradient.T, scaled) if is_whole else for_weight.add_(gradient.T @ scaled)
         if trains and bias is not None:

@@ -9,14 +9,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest number of elements of a floating-point result."""
+    """Notes the largest number of elements of a floating-point result, of all dtypes or of `dtype` alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.elements = 0
+        self.elements, self._dtype = 0, dtype
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if type(result) is torch.Tensor and result.is_floating_point() and result.device.type == "cpu":
+        is_real = type(result) is torch.Tensor and result.is_floating_point() and result.device.type == "cpu"
+        if is_real and self._dtype in (None, result.dtype):
             self.elements = max(self.elements, result.numel())
         return result

@@ -156,7 +156,9 @@ def test_a_product_that_fails_runs_in_pytorch(monkeypatch, tmp_path):
     assert list(backend.record.as_dict()["failed"].values()) == ["ONNX Runtime failed: out of threads"]
 
 
-def test_in_bf16():
+@pytest.mark.parametrize("rows", [5, 63], ids=["several chunks", "one chunk"])
+def test_in_bf16(rows: int, monkeypatch):
+    monkeypatch.setattr(head_loss, "_CHUNK", rows * CLASSES)
     assert compare(padded, Head(dtype=torch.bfloat16), *batch(0.5), tolerance=2e-2)
 
 
@@ -187,3 +189,10 @@ def test_no_more_logits_exist_than_a_chunk_has(monkeypatch):
     with Largest() as largest:
         head_loss.linear_cross_entropy._init_fn(hidden, weight, None, labels, -100, True, 0)
     assert largest.elements == weight.numel() == 4 * 4 * CLASSES
+
+
+def test_one_chunk_in_bf16_makes_no_copy_of_the_weights_size_in_float32():
+    hidden, weight = torch.randn(8, 16).bfloat16(), torch.randn(CLASSES, 16).bfloat16()
+    with Largest(torch.float32) as largest:
+        head_loss.linear_cross_entropy._init_fn(hidden, weight, None, torch.arange(8), -100, True, 0)
+    assert largest.elements == 8 * CLASSES < weight.numel()
