@@ -38,10 +38,13 @@ ENGINES = {"none": 0, "zero1": 1, "zero3": 3}
 """ZeRO stage by the name of the engine; 0 for none."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Of weights and activations; under ZeRO, bf16 has master weights in fp32."""
-VARIANTS = ("torch", "compile", "segments", "segments, all in ort", "ort", "ort, own kernels")
-"""Eager PyTorch; torch.compile by Inductor; the compile backend with measured placement and with all in ONNX Runtime;
-ORTModule. The last two need onnxruntime-training."""
+VARIANTS = ("torch", "compile", "segments", "segments, all in ort", "segments, 55 %", "ort", "ort, own kernels")
+"""Eager PyTorch; torch.compile by Inductor; the compile backend with measured placement, with all in ONNX Runtime, and
+with a memory budget of 55 %; ORTModule. The last two need onnxruntime-training."""
 DEFAULT = ("torch", "compile", "segments")
+LARGE_PAGES = ", large pages"
+"""Ends the name of a variant whose large tensors lie in pages of 2 MiB, by torch's own variable."""
+_CHOICES = [kind + pages for kind in VARIANTS for pages in ("", LARGE_PAGES)]
 _SETTLING = 64
 """Steps before the compile backend has placed all segments and units."""
 
@@ -68,7 +71,10 @@ class Variant:
         if kind == "ort, own kernels":
             section["ortmodule"] = {"ort_kernels": ["*"]}
         elif self.segments:
-            section = {"backend": "compile", "compile": {"place": "measured" if kind == "segments" else "ort"}}
+            place = "ort" if kind == "segments, all in ort" else "measured"
+            section = {"backend": "compile", "compile": {"place": place}}
+            if kind == "segments, 55 %":
+                section["memory"] = {"recompute": "auto", "budget": "55%"}
         self.runtime: Any = None
         if self.stage:
             zero: dict[str, Any] = {}
@@ -117,7 +123,11 @@ class Variant:
         if self.segments:
             assert status["fallbacks"] == 0 and status["graph_runs"]["backward"], status
             share = status["compiled"]["flop_share"]
-            return {"kernels": f"{100 * share:.0f} % of operations in ONNX Runtime, {len(status['units'])} units"}
+            did = f"{100 * share:.0f} % of operations in ONNX Runtime, {len(status['units'])} units"
+            memory = status["memory"][0]
+            if memory["budget"]:
+                did += f", {100 * memory['kept'] / memory['kept_without']:.0f} % kept for the backward"
+            return {"kernels": did}
         graph = status["graphs"]["training"]
         assert status["backend"] == "onnxruntime" and status["fallbacks"] == 0, status
         assert graph["runs"] == {"forward": self.steps, "backward": self.steps}, status
@@ -130,7 +140,7 @@ def measure(name: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         name: of the model.
-        kind: one of :data:`VARIANTS`.
+        kind: one of :data:`VARIANTS`, with :data:`LARGE_PAGES` or without.
         options: sizes, and ``stage``, ``threshold``, ``prefetch``, ``turn``, ``port``, ``timeout``.
 
     Returns:
@@ -153,11 +163,11 @@ def measure(name: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
     inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
     warmup = max(options["warmup"], _SETTLING if kind.startswith("segments") else 0)
     try:
-        variant = Variant(name, kind, options)
+        variant = Variant(name, kind.removesuffix(LARGE_PAGES), options)
         for _ in range(warmup):  # the first step compiles; DeepSpeed's prefetch needs a traced step
             variant.step(inputs)
     except Exception as error:
-        if kind != "compile":
+        if not kind.startswith("compile"):
             raise
         return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
     store = TCPStore("127.0.0.1", options["port"], is_master=False, timeout=timedelta(seconds=options["timeout"]))
@@ -201,8 +211,9 @@ def measure_in_turns(
     with ThreadPoolExecutor(len(options["variants"])) as pool:
         try:
             for kind in options["variants"]:  # one after another: segments are placed by their times
+                pages = {"THP_MEM_ALLOC_ENABLE": str(int(kind.endswith(LARGE_PAGES)))}
                 running[kind] = pool.submit(
-                    run_on_ranks, measure, ranks, name, kind, options, timeout=options["timeout"], env=env
+                    run_on_ranks, measure, ranks, name, kind, options, timeout=options["timeout"], env={**env, **pages}
                 )
                 if not _done(store, kind, 0, ranks, running[kind]):
                     failed[kind] = running.pop(kind).result()[0]["failed"]
@@ -275,7 +286,7 @@ def show(label: str, case: dict[str, Any]) -> None:
 def show_means(cases: dict[str, Any]) -> None:
     """Print the geometric means of the cases' ratios, to eager PyTorch and to torch.compile."""
     for which in ("cpu", "wall"):
-        for kind in VARIANTS[1:]:
+        for kind in _CHOICES[1:]:
             ratios = [c["variants"][kind][which]["ratio"] for c in cases.values() if kind in c["variants"]]
             if ratios:
                 print(f"{kind} / torch, {which}: {statistics.geometric_mean(ratios):.3f} in the geometric mean of "
@@ -289,10 +300,10 @@ def show_means(cases: dict[str, Any]) -> None:
 def main() -> int:
     """Measure the cases, print their figures and add them to a file; return 0."""
     parser = argparse.ArgumentParser(description="Step times of ORT beside eager PyTorch and torch.compile.")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS[:5]))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["4x256"])
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(DEFAULT))
+    parser.add_argument("--variants", nargs="+", choices=_CHOICES, default=list(DEFAULT))
     parser.add_argument("--ranks", type=int, default=2, help="under ZeRO")
     parser.add_argument("--rounds", type=int, default=12, help="at most")
     parser.add_argument("--seconds", type=float, default=100, help="for the rounds of a case; three rounds always run")

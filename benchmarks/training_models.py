@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-MODELS = ("gpt2", "bert", "llama", "vit", "resnet")
-TEXT = ("gpt2", "bert", "llama")
+MODELS = ("gpt2", "bert", "llama", "vit", "resnet", "t5")
+TEXT = ("gpt2", "bert", "llama", "t5")
 """Models that read tokens and have a language-model head."""
 
 
@@ -47,6 +47,11 @@ def build(name: str, options: dict[str, Any]) -> torch.nn.Module:
             vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=wide_heads,
             intermediate_size=4 * hidden, max_position_embeddings=seq, hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
+        ))  # fmt: skip
+    if name == "t5":
+        return hf.T5ForConditionalGeneration(hf.T5Config(
+            vocab_size=vocab, d_model=hidden, num_layers=layers, num_heads=heads, d_kv=hidden // heads,
+            d_ff=4 * hidden, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False,
         ))  # fmt: skip
     return hf.GPT2LMHeadModel(hf.GPT2Config(
         vocab_size=vocab, n_embd=hidden, n_layer=layers, n_head=wide_heads, n_positions=seq, bos_token_id=0,
