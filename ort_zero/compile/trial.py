@@ -61,7 +61,10 @@ def propose_faster(agreement: Agreement, key: str, in_ort: Sequence[float], in_t
 
 
 def read_decision(decision: str) -> tuple[Runner, float | None]:
-    """Return the runtime that a decision names, and the seconds a run that ONNX Runtime saves if it has them."""
+    """Parse a decision's text into the faster runtime and the seconds that a run in ONNX Runtime saves.
+
+    The seconds are None where the text has none, and negative where PyTorch is faster.
+    """
     runner, _, gain = decision.partition(" ")
     return Runner(runner), float(gain) if gain else None
 

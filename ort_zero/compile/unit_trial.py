@@ -22,7 +22,7 @@ from ort_zero.compile.trial import Runner, propose_faster, read_decision
 _RUNS = 12
 """Number of timed forwards and backwards in each form; the fastest counts, which noise disturbs least."""
 _MAX_CALLS = 8 * _RUNS
-"""Number of timed calls after which a unit stays compiled, if too few of them had a backward."""
+"""Largest number of timed calls of a unit. The unit then stays compiled, since too few of the calls had a backward."""
 
 
 class UnitTrial:
@@ -47,7 +47,7 @@ class UnitTrial:
     def run(
         self, compiled: Callable[..., Any], original: Callable[..., Any], unit: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, bool]:
-        """Run a unit, compiled or in PyTorch by turns, and time it; return its results, and if it ran compiled.
+        """Call a unit and time the call; calls run compiled and in plain PyTorch by turns.
 
         Args:
             compiled: the compiled forward.
@@ -55,6 +55,9 @@ class UnitTrial:
             unit: the unit.
             args: positional arguments of both.
             kwargs: keyword arguments of both.
+
+        Returns:
+            The unit's results; True if `compiled` ran, False if `original` did.
         """
         # by turns, and the other way round after some calls: a layer has each form in turn, however many layers
         in_torch = (self._calls + self._calls // 8) % 2 == 1
@@ -67,7 +70,7 @@ class UnitTrial:
         return results, not in_torch
 
     def _watch(self, runner: Runner, seconds: float, inputs: Any, results: Any) -> None:
-        """Time a call's backward by autograd hooks, and note the seconds of its forward and backward together.
+        """Register autograd hooks that time the backward of a call, and add it to the seconds of the forward.
 
         It begins at the first result's gradient, and ends when an input has its gradient. The unit stays compiled if no
         input takes one, and on a GPU, which works on after a call has returned.
