@@ -13,6 +13,8 @@ KEPT = 1 << 30
 128 KiB to 64 MiB."""
 _MAPPED = 32 << 20
 """Size in bytes from which ``malloc`` maps each allocation separately: the largest that glibc itself chooses."""
+LARGEST_KEPT = _MAPPED - (1 << 16)
+"""Bytes of the largest tensor that leaves room for malloc's own words below that size."""
 _CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 """Variables by which a user chooses."""
 

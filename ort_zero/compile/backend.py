@@ -35,7 +35,7 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
     """Compile the units of `model` in place for a DeepSpeed engine; return what runs the model, and the model."""
     stage, max_elements = int(zero.get("stage", 0)), section.compile.max_unit_elements
     from ort_zero.backends import registry
-    from ort_zero.compat import deepspeed_units, versions
+    from ort_zero.compat import deepspeed_units, gloo_collectives, versions
 
     versions.say_untested(versions.require("compile"))  # before the imports below, which need onnx
     from ort_zero.compile.memory import MemoryBudget
@@ -62,24 +62,34 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
     if stage == 3:
         registry.apply("gathers in units", deepspeed_units.patches)
         deepspeed_units.gather_together(unit.module for unit in units)
+    if stage:
+        registry.apply("collectives without copies", gloo_collectives.patches)
     registry.register(running)
     return running, model
 
 
 def connect(running: Any, engine: Any) -> None:
-    """Note the engine's ZeRO stage, hand its optimizer gradients in one order on all ranks, bound its prefetch.
+    """Note the engine's ZeRO stage, hand its optimizer gradients in one order on all ranks, bound its buckets.
 
-    From now on the process keeps freed memory for the next step.
+    From now on the process keeps freed memory for the next step, and the optimizer updates large tensors in pieces.
     The step whose operations DeepSpeed's flops profiler counts runs in PyTorch: the profiler counts calls of Python.
     """
-    from ort_zero.compat import deepspeed, deepspeed_buckets, deepspeed_gradient_order, deepspeed_units, glibc
+    from ort_zero.compat import (
+        deepspeed,
+        deepspeed_buckets,
+        deepspeed_gradient_order,
+        deepspeed_units,
+        glibc,
+        torch_adam,
+    )
 
-    if glibc.keep_freed_memory():
-        deepspeed_buckets.keep_buckets(engine.optimizer)
     running.stage = int(engine.zero_optimization_stage())
-    deepspeed_gradient_order.keep_order(engine.optimizer, running.unit_modules())
     if running.stage == 3:
         deepspeed_units.prefetch_less(engine, running.unit_modules())
+    if glibc.keep_freed_memory():
+        deepspeed_buckets.bound_buckets(engine)
+    torch_adam.update_in_pieces(getattr(engine, "basic_optimizer", None))
+    deepspeed_gradient_order.keep_order(engine.optimizer, running.unit_modules())
     if engine.flops_profiler_enabled():
         is_counted = deepspeed.flops_are_counted(engine)
         engine.module.register_forward_pre_hook(lambda module, args: running.suspend(is_counted()), prepend=True)

@@ -13,16 +13,18 @@ import torch
 from ort_zero.testing.ranks import run_on_ranks
 
 
-def model_of_layers() -> torch.nn.Module:
-    """Return a model whose activations take 12 MiB, and its gradients 2 MiB."""
+def model_of_layers(width: int = 128) -> torch.nn.Module:
+    """Return a model of 4 blocks: 2 MiB of gradients with a width of 128, 51 MiB with 640."""
     torch.manual_seed(0)
     layers = [
-        layer for _ in range(4) for layer in (torch.nn.Linear(128, 512), torch.nn.GELU(), torch.nn.Linear(512, 128))
+        layer
+        for _ in range(4)
+        for layer in (torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width))
     ]
     return torch.nn.Sequential(*layers)
 
 
-def engine_of(stage: int) -> Any:
+def engine_of(stage: int, width: int = 128) -> Any:
     """Return an engine around the model."""
     import deepspeed
 
@@ -36,7 +38,7 @@ def engine_of(stage: int) -> Any:
         "zero_optimization": {"stage": stage},
         "ort_zero": {"log_level": "ERROR"},
     }
-    model = model_of_layers()
+    model = model_of_layers(width)
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
@@ -54,9 +56,9 @@ def pages_of(train: Callable[[], None]) -> float:
     return statistics.median(pages[20:])
 
 
-def pages_of_steps(stage: int) -> float:
+def pages_of_steps(stage: int, width: int = 128, rows: int = 1536) -> float:
     """Return the number of new pages in a step of an engine."""
-    engine, x = engine_of(stage), torch.randn(1536, 128)
+    engine, x = engine_of(stage, width), torch.randn(rows, width)
 
     def train() -> None:
         engine.backward(engine(x).square().mean())
@@ -97,6 +99,37 @@ def held_gradients() -> tuple[bool, bool]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_settled_step_gets_few_new_pages(stage: int):
     assert run_on_ranks(pages_of_steps, 1, stage, fresh=True)[0] < 100
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_beyond_glibcs_bound_get_few_new_pages(stage: int):
+    """51 MiB of gradients, of which DeepSpeed reduces, gathers and updates no more at once than glibc keeps."""
+    assert max(run_on_ranks(pages_of_steps, 2, stage, 640, 64, fresh=True)) < 100
+
+
+def bounds(prefetch: int, reduce: int) -> tuple[int, int]:
+    """Return the engine's bounds of a prefetch and of a bucket of gradients, in elements."""
+    import deepspeed
+
+    import ort_zero
+
+    ort_zero.enable()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": prefetch, "reduce_bucket_size": reduce},
+        "ort_zero": {"log_level": "ERROR"},
+    }
+    model = model_of_layers()
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    coordinator = engine.optimizer.parameter_offload.param_coordinator
+    return coordinator._PartitionedParameterCoordinator__prefetch_bucket_sz, engine.optimizer.reduce_bucket_size
+
+
+def test_larger_buckets_are_bounded_and_smaller_ones_stay():
+    most = ((32 << 20) - (64 << 10)) // 4
+    assert run_on_ranks(bounds, 1, 50_000_000, 500_000_000, fresh=True) == [(most // 2, most)]
+    assert run_on_ranks(bounds, 1, 300_000, 5_000, fresh=True)[0] == (300_000, 5_000)
 
 
 def test_a_settled_step_without_an_engine_gets_few_new_pages():

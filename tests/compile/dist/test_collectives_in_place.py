@@ -1,0 +1,105 @@
+"""Gathers and reductions of DeepSpeed work within their tensors on gloo, with the bits of gloo's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ort_zero.testing.ranks import run_on_ranks
+
+SIZE = 1003
+"""Elements of each rank's part."""
+
+
+def patched() -> list[str]:
+    """Patch the collectives of DeepSpeed on gloo; return a list that receives the names of torch's, as called."""
+    import deepspeed
+    import torch.distributed as dist
+
+    from ort_zero.backends import registry
+    from ort_zero.compat import gloo_collectives
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    called: list[str] = []
+    backend = deepspeed.comm.comm.cdb
+
+    def noted(name: str, original: Any) -> Any:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return original(*args, **kwargs)
+
+        return collective
+
+    for name in ("broadcast", "all_reduce"):
+        setattr(dist, name, noted(name, getattr(dist, name)))
+    for name in ("all_gather_function", "reduce_scatter_function"):
+        setattr(backend, name, noted(name, getattr(backend, name)))
+    registry.apply("collectives without copies", gloo_collectives.patches)
+    return called
+
+
+def gathered(dtype: torch.dtype, at_once: bool, own_part: bool) -> tuple[bool, list[str]]:
+    """Gather a part of each rank; return whether all have arrived, and which collectives ran."""
+    from deepspeed import comm
+
+    called = patched()
+    rank, size = comm.get_rank(), comm.get_world_size()
+    wanted = torch.cat([torch.full((SIZE,), 10 + each, dtype=dtype) for each in range(size)])
+    whole = torch.zeros(SIZE * size, dtype=dtype)
+    part = whole.chunk(size)[rank] if own_part else torch.empty(SIZE, dtype=dtype)
+    part.fill_(10 + rank)
+    work = comm.allgather_fn(whole, part, async_op=not at_once)
+    if work is not None:
+        work.wait()
+        assert work.is_completed()
+    return torch.equal(whole, wanted), called
+
+
+def gathered_in_groups() -> tuple[bool, list[str]]:
+    """Gather in groups of two ranks each."""
+    import torch.distributed as dist
+    from deepspeed import comm
+
+    called = patched()
+    rank = comm.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    whole = torch.zeros(2 * SIZE)
+    comm.allgather_fn(whole, torch.full((SIZE,), float(rank)), group=groups[rank // 2])
+    first = rank // 2 * 2
+    return torch.equal(whole, torch.cat([torch.full((SIZE,), float(first + each)) for each in range(2)])), called
+
+
+def reduced(in_place: bool) -> tuple[bool, list[str]]:
+    """Reduce random numbers; return whether the part has the bits of torch's own, and which collectives ran."""
+    import torch.distributed as dist
+    from deepspeed import comm
+
+    called = patched()
+    rank, size = comm.get_rank(), comm.get_world_size()
+    whole = torch.randn(SIZE * size, generator=torch.Generator().manual_seed(rank))
+    before, wanted = whole.clone(), torch.empty(SIZE)
+    dist.reduce_scatter_tensor(wanted, before.clone())
+    part = whole.chunk(size)[rank] if in_place else torch.empty(SIZE)
+    comm.reduce_scatter_fn(part, whole)
+    return torch.equal(part, wanted) and (in_place or torch.equal(whole, before)), called
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize(("at_once", "own_part"), [(True, False), (False, True)])
+def test_a_gather_broadcasts_each_part(dtype: torch.dtype, at_once: bool, own_part: bool):
+    assert run_on_ranks(gathered, 2, dtype, at_once, own_part, fresh=True) == [(True, ["broadcast"] * 2)] * 2
+
+
+def test_a_gather_in_a_group_broadcasts_from_the_ranks_of_that_group():
+    assert run_on_ranks(gathered_in_groups, 4, fresh=True) == [(True, ["broadcast"] * 2)] * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_reduction_in_place_has_the_bits_of_gloos_own(ranks: int):
+    assert run_on_ranks(reduced, ranks, True, fresh=True) == [(True, ["all_reduce"])] * ranks
+
+
+def test_a_reduction_into_another_tensor_leaves_its_input_alone():
+    assert run_on_ranks(reduced, 2, False, fresh=True) == [(True, ["reduce_scatter_function"])] * 2
