@@ -9,6 +9,7 @@ to a file of its rank.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import random
@@ -32,6 +33,24 @@ KEEP = 2
 """How many of the newest checkpoints stay on the disk."""
 
 
+class _Heap(ctypes.Structure):
+    """What ``mallinfo2`` of glibc 2.33 and later tells, in bytes and blocks."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    )  # fmt: skip
+
+
+def in_use() -> float:
+    """Return MiB of the heap that are in use: resident memory has what was freed as well."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Heap
+    return mallinfo2().uordblks / (1 << 20)
+
+
 def held() -> dict[str, float]:
     """Return what this process holds: MiB of anonymous memory, open files, threads, mappings of shared memory."""
     with open("/proc/self/status", encoding="ascii") as file:
@@ -40,6 +59,7 @@ def held() -> dict[str, float]:
         shared = {line.split(maxsplit=5)[-1].strip() for line in file if "/dev/shm/" in line}
     return {
         "rss_mib": int(fields["RssAnon"].split()[0]) / 1024,
+        "used_mib": in_use(),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": int(fields["Threads"]),
         "python_threads": threading.active_count(),
@@ -48,8 +68,8 @@ def held() -> dict[str, float]:
 
 
 def config(args: argparse.Namespace) -> dict[str, Any]:
-    """Return DeepSpeed's config."""
-    return {
+    """Return DeepSpeed's config, for a training in PyTorch without the section of ort_zero."""
+    whole = {
         "train_micro_batch_size_per_gpu": BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "zero_allow_untested_optimizer": True,
@@ -63,6 +83,7 @@ def config(args: argparse.Namespace) -> dict[str, Any]:
             },
         },
     }  # fmt: skip
+    return {name: value for name, value in whole.items() if name != "ort_zero" or not args.plain}
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -98,10 +119,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             notes.append({"step": step, "seconds": (now - spent) / NOTE_EVERY, "cpu": (work - cpu) / NOTE_EVERY,
                           **held()})  # fmt: skip
             spent, cpu = now, work
-    status = ort_zero.status()
+    models = ort_zero.status()["models"]
     engine.destroy()
     torch.distributed.destroy_process_group()
-    return {"notes": notes, "losses": losses, "status": status["models"][-1]}
+    return {"notes": notes, "losses": losses, "status": models[-1] if models else None}
 
 
 def main() -> None:
@@ -109,6 +130,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--stage", type=int, default=3)
+    parser.add_argument("--plain", action="store_true")
     args = parser.parse_args()
     report = train(args)
     (args.dir / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(report, default=str))
