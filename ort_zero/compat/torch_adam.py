@@ -6,43 +6,48 @@ parameters of a rank as one tensor. torch's ``fused=True`` reads each element on
 
 from __future__ import annotations
 
-import weakref
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ort_zero.utils.patching import Patch
+
 _PIECE = 1 << 16
 """Elements of a piece: with moments and intermediate results 1.5 MiB in fp32, which the second-level cache holds."""
 _INIT_GROUP = "_init_group"
+_CLASSES = torch.optim.Adam, torch.optim.AdamW
 _OTHER_WAYS = ("fused", "foreach", "differentiable", "capturable")
 
 
-def update_in_pieces(optimizer: Any) -> None:
-    """Have an Adam or AdamW of torch update large flat tensors on the CPU in pieces, bitwise as without them.
+def patches() -> tuple[Patch, ...]:
+    """Return the patches of the method by which Adam and AdamW list what they update.
 
-    Does nothing for other optimizers, classes derived from these two included, and for groups of parameters that are
-    updated in another way (``fused``, ``foreach``, ``differentiable``, ``capturable``).
+    Flat tensors on the CPU are listed in pieces, and updated bitwise as without. Derived classes keep their lists;
+    so do groups that are updated in another way (``fused``, ``foreach``, ``differentiable``, ``capturable``).
     """
-    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-        setattr(optimizer, _INIT_GROUP, _Pieces(optimizer).init_group)
+    return tuple(
+        Patch(target=f"{kind.__module__}:{kind.__name__}.{_INIT_GROUP}", build=_in_pieces, why="large flat tensors")
+        for kind in _CLASSES
+        if _INIT_GROUP in vars(kind)  # AdamW is a kind of Adam since torch 2.7
+    )
 
 
-class _Pieces:
-    """Stands between an optimizer's step and the method that lists what it updates."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self._optimizer = weakref.ref(optimizer)
-
-    def init_group(self, group: dict[str, Any], parameters: list[torch.Tensor], *rest: Any) -> Any:
-        """List a group's parameters, gradients, moments and steps as torch does, then divide what is large."""
-        optimizer: Any = self._optimizer()
-        result = getattr(type(optimizer), _INIT_GROUP)(optimizer, group, parameters, *rest)
-        if not any(group.get(name) for name in _OTHER_WAYS):
+def _in_pieces(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _init_group(
+        self: torch.optim.Optimizer, group: dict[str, Any], parameters: list[torch.Tensor], *rest: Any
+    ) -> Any:
+        result = original(self, group, parameters, *rest)
+        if type(self) in _CLASSES and not any(group.get(name) for name in _OTHER_WAYS):
             counts = [_pieces_of(parameter) for parameter in parameters]
             for values in (parameters, *rest):
                 if isinstance(values, list) and len(values) == len(counts):
                     values[:] = [piece for value, n in zip(values, counts, strict=True) for piece in _divided(value, n)]
         return result
+
+    return _init_group
 
 
 def _pieces_of(parameter: torch.Tensor) -> int:
@@ -51,7 +56,7 @@ def _pieces_of(parameter: torch.Tensor) -> int:
 
 def _divided(value: torch.Tensor, pieces: int) -> list[torch.Tensor]:
     """Return views of the pieces of a tensor. The count of steps has none: each update adds 1, so it is copied."""
-    if pieces == 1:
+    if pieces <= 1:
         return [value]
     if value.dim():
         return list(value.detach().split(_PIECE))

@@ -35,7 +35,7 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
     """Compile the units of `model` in place for a DeepSpeed engine; return what runs the model, and the model."""
     stage, max_elements = int(zero.get("stage", 0)), section.compile.max_unit_elements
     from ort_zero.backends import registry
-    from ort_zero.compat import deepspeed_units, gloo_collectives, versions
+    from ort_zero.compat import deepspeed_units, gloo_collectives, torch_adam, versions
 
     versions.say_untested(versions.require("compile"))  # before the imports below, which need onnx
     from ort_zero.compile.memory import MemoryBudget
@@ -64,6 +64,7 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
         deepspeed_units.gather_together(unit.module for unit in units)
     if stage:
         registry.apply("collectives without copies", gloo_collectives.patches)
+        registry.apply("updates in pieces", torch_adam.patches)
     registry.register(running)
     return running, model
 
@@ -71,24 +72,16 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
 def connect(running: Any, engine: Any) -> None:
     """Note the engine's ZeRO stage, hand its optimizer gradients in one order on all ranks, bound its buckets.
 
-    From now on the process keeps freed memory for the next step, and the optimizer updates large tensors in pieces.
+    From now on the process keeps freed memory for the next step.
     The step whose operations DeepSpeed's flops profiler counts runs in PyTorch: the profiler counts calls of Python.
     """
-    from ort_zero.compat import (
-        deepspeed,
-        deepspeed_buckets,
-        deepspeed_gradient_order,
-        deepspeed_units,
-        glibc,
-        torch_adam,
-    )
+    from ort_zero.compat import deepspeed, deepspeed_buckets, deepspeed_gradient_order, deepspeed_units, glibc
 
     running.stage = int(engine.zero_optimization_stage())
     if running.stage == 3:
         deepspeed_units.prefetch_less(engine, running.unit_modules())
-    if glibc.keep_freed_memory():
-        deepspeed_buckets.bound_buckets(engine)
-    torch_adam.update_in_pieces(getattr(engine, "basic_optimizer", None))
+    glibc.keep_freed_memory()
+    deepspeed_buckets.bound_buckets(engine)  # whatever glibc does here: a bucket has one size on all ranks
     deepspeed_gradient_order.keep_order(engine.optimizer, running.unit_modules())
     if engine.flops_profiler_enabled():
         is_counted = deepspeed.flops_are_counted(engine)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from ort_zero.compat.torch_adam import update_in_pieces
+from ort_zero.compat import torch_adam
+from ort_zero.compat.optimizer_states import states_after_a_step
+from ort_zero.utils.patching import PatchSet
 
 SIZES = (3, 65536, 200_001)
 
@@ -20,6 +24,17 @@ def optimizer_of(kind: type[torch.optim.Optimizer], **options: Any) -> torch.opt
     return kind([torch.nn.Parameter(tensor) for tensor in tensors], lr=1e-2, **options)
 
 
+@contextmanager
+def in_pieces() -> Iterator[None]:
+    """Have Adam update in pieces within the block."""
+    patches = PatchSet("Adam", torch_adam.patches())
+    patches.apply()
+    try:
+        yield
+    finally:
+        patches.restore()
+
+
 def train(optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
     """Make some steps with the same gradients for every optimizer."""
     generator = torch.Generator().manual_seed(1)
@@ -29,7 +44,7 @@ def train(optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
         optimizer.step()
 
 
-def spied(optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that receives the number of elements of each tensor that an update is given."""
     import torch.optim.adam as adam
 
@@ -49,9 +64,9 @@ def spied(optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch) -> 
 def test_pieces_have_the_bits_of_the_whole(kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     whole, pieces = optimizer_of(kind, **options), optimizer_of(kind, **options)
     train(whole)
-    sizes = spied(pieces, monkeypatch)
-    update_in_pieces(pieces)
-    train(pieces)
+    sizes = spied(monkeypatch)
+    with in_pieces():
+        train(pieces)
     assert sizes == [3, 65536, 65536, 65536, 65536, 200_001 - 3 * 65536, 120_000] * 3
     for left, right in zip(whole.param_groups[0]["params"], pieces.param_groups[0]["params"], strict=True):
         assert torch.equal(left, right)
@@ -64,30 +79,26 @@ def test_pieces_have_the_bits_of_the_whole(kind: Any, options: dict[str, Any], m
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}])
 def test_another_way_to_update_is_left_alone(options: dict[str, Any]):
     whole, pieces = (optimizer_of(torch.optim.AdamW, **options) for _ in range(2))
-    update_in_pieces(pieces)
-    groups: list[list[int]] = []
-    original = pieces._init_group
-
-    def init_group(group: Any, parameters: list[torch.Tensor], *rest: Any) -> Any:
-        result = original(group, parameters, *rest)
-        groups.append([parameter.numel() for parameter in parameters])
-        return result
-
-    pieces._init_group = init_group
-    train(whole), train(pieces)
-    assert groups == [[*SIZES, 120_000]] * 3
+    train(whole)
+    with in_pieces():
+        train(pieces)
+        lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
+        pieces._init_group(pieces.param_groups[0], *lists)
+    assert [parameter.numel() for parameter in lists[0]] == [*SIZES, 120_000]
     for left, right in zip(whole.param_groups[0]["params"], pieces.param_groups[0]["params"], strict=True):
         assert torch.equal(left, right)
 
 
 def test_a_state_that_is_loaded_goes_on_with_the_same_bits():
     whole, pieces = optimizer_of(torch.optim.AdamW), optimizer_of(torch.optim.AdamW)
-    update_in_pieces(pieces)
-    train(pieces)
+    with in_pieces():
+        train(pieces)
     saved = copy.deepcopy(pieces.state_dict())
     train(whole)
     whole.load_state_dict(saved)
-    train(whole), train(pieces)
+    train(whole)
+    with in_pieces():
+        train(pieces)
     for left, right in zip(whole.param_groups[0]["params"], pieces.param_groups[0]["params"], strict=True):
         assert torch.equal(left, right) and int(pieces.state[right]["step"]) == 6
 
@@ -96,8 +107,15 @@ class Own(torch.optim.AdamW):
     """A user's optimizer, whose step may read the lists."""
 
 
-def test_other_optimizers_stay_as_they_are():
-    for optimizer in (Own([torch.nn.Parameter(torch.ones(2))]), torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])):
-        update_in_pieces(optimizer)
-        assert "_init_group" not in vars(optimizer)
-    update_in_pieces(None)
+def test_a_derived_class_keeps_its_lists(monkeypatch: pytest.MonkeyPatch):
+    sizes = spied(monkeypatch)
+    with in_pieces():
+        train(optimizer_of(Own), steps=1)
+    assert sizes == [*SIZES, 120_000]
+
+
+def test_the_states_of_a_copy_are_found_without_a_change_of_the_optimizer():
+    optimizer = optimizer_of(torch.optim.AdamW)
+    with in_pieces():
+        states = states_after_a_step(optimizer, torch.device("cpu"))
+    assert states is not None and states.elementwise == {"exp_avg", "exp_avg_sq"} and not optimizer.state
