@@ -88,9 +88,7 @@ def long_run(folder: Path, args: argparse.Namespace) -> tuple[dict[str, Any], li
     growth = [growth_of(report["notes"]) for report in reports]
     for rank, (report, grown) in enumerate(zip(reports, growth, strict=True)):
         model = report["status"]
-        if model is None and not args.plain:
-            lost.append(f"rank {rank}: no step ran in ONNX Runtime")
-        if model is not None:
+        if not args.plain:
             runs = model["graph_runs"]
             if model["failures"] or runs.get("backward") != args.steps * len(model["units"]):
                 lost.append(f"rank {rank}: not all steps ran in ONNX Runtime: {runs}, {model['failures']}")

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from ort_zero.compat.deepspeed import parameter_offload_of
+from ort_zero.compat.deepspeed_units import PREFETCH_BUCKET
 from ort_zero.compat.glibc import LARGEST_KEPT
 
-_REDUCE = "reduce_bucket_size"
-_PREFETCH = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
+_REDUCE_BUCKET = "reduce_bucket_size"
 
 
 def bound_buckets(engine: Any) -> None:
@@ -25,6 +25,9 @@ def bound_buckets(engine: Any) -> None:
     itemsize = max((parameter.element_size() for parameter in model.parameters()), default=torch.float32.itemsize)
     elements = LARGEST_KEPT // itemsize
     coordinator = getattr(parameter_offload_of(engine), "param_coordinator", None)
-    for holder, name, bound in ((engine.optimizer, _REDUCE, elements), (coordinator, _PREFETCH, elements // 2)):
+    for holder, name, bound in (
+        (engine.optimizer, _REDUCE_BUCKET, elements),
+        (coordinator, PREFETCH_BUCKET, elements // 2),
+    ):
         if hasattr(holder, name):
             setattr(holder, name, min(getattr(holder, name), bound))

@@ -24,7 +24,7 @@ from ort_zero.utils.patching import Patch, defined_in
 _UNIT = "_ort_zero_unit"
 _LEAF = "_z3_leaf"
 """The mark that ``set_z3_leaf_module`` sets, which DeepSpeed before 0.16 lacks."""
-_BUCKET = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
+PREFETCH_BUCKET = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 
 
@@ -61,10 +61,10 @@ def prefetch_less(engine: Any, units: Iterable[nn.Module]) -> None:
     To be called once the engine exists: DeepSpeed prefetches from its second step on.
     """
     coordinator = getattr(parameter_offload_of(engine), "param_coordinator", None)
-    if hasattr(coordinator, _BUCKET):
+    if hasattr(coordinator, PREFETCH_BUCKET):
         largest = max((elements_of(unit) for unit in units), default=0)
         more = max(0, largest - _largest_module(engine.module))
-        setattr(coordinator, _BUCKET, max(0, getattr(coordinator, _BUCKET) - more))
+        setattr(coordinator, PREFETCH_BUCKET, max(0, getattr(coordinator, PREFETCH_BUCKET) - more))
 
 
 def _largest_module(model: nn.Module) -> int:

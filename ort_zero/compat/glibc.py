@@ -8,7 +8,7 @@ import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of ``mallopt``'s parameters in ``malloc.h``."""
-KEPT = 1 << 30
+_KEPT = 1 << 30
 """Bytes of free memory at the top of the heap beyond which ``free`` returns it to the system. glibc itself chooses
 128 KiB to 64 MiB."""
 _MAPPED = 32 << 20
@@ -19,16 +19,14 @@ _CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"
 """Variables by which a user chooses."""
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory() -> None:
     """Tell glibc to keep up to 1 GiB of freed memory in this process, instead of returning it to the system.
 
-    Returns:
-        False if nothing changes: a variable of glibc chooses already, or the C library is another one.
+    Nothing changes where a variable of glibc chooses already, or where the C library is another one.
     """
     if not sys.platform.startswith("linux") or any(name in os.environ for name in _CHOICES):
-        return False
+        return
     library = ctypes.CDLL(None)
-    if not hasattr(library, "gnu_get_libc_version"):
-        return False
     # the second call alone would end glibc's own choice of the other threshold, at 128 KiB
-    return bool(library.mallopt(_MMAP_THRESHOLD, _MAPPED) and library.mallopt(_TRIM_THRESHOLD, KEPT))
+    if hasattr(library, "gnu_get_libc_version") and library.mallopt(_MMAP_THRESHOLD, _MAPPED):
+        library.mallopt(_TRIM_THRESHOLD, _KEPT)

@@ -1,4 +1,4 @@
-"""Have gloo gather parameters and reduce gradients of DeepSpeed within their tensors, without copies of them.
+"""Patch DeepSpeed's all-gather and reduce-scatter, so that gloo works in place instead of on copies.
 
 gloo's ``all_gather_into_tensor`` receives into memory of its own and copies it to the output. Its
 ``reduce_scatter_tensor`` copies the input, reduces the whole copy, and copies one part back (torch 2.13,
@@ -22,7 +22,7 @@ _MAX_RANKS = 8
 
 
 def patches() -> tuple[Patch, ...]:
-    """Return the patches of DeepSpeed's two collectives; other backends and devices keep the original."""
+    """Return the patches of ``TorchBackend``'s all-gather and reduce-scatter for CPU tensors on gloo."""
     built = {"all_gather_into_tensor": _gathering, "reduce_scatter_tensor": _reducing}
     return tuple(
         Patch(target=f"{_BACKEND}.{name}", build=build, why="gloo copies whole tensors")
@@ -93,10 +93,10 @@ class _Works:
         self._works = works
 
     def wait(self) -> None:
-        """Wait until all collectives have ended."""
+        """Block until each collective has ended; raise the error of the first that failed."""
         for work in self._works:
             work.wait()
 
     def is_completed(self) -> bool:
-        """Return True if all collectives have ended."""
+        """Return True if each collective has ended."""
         return all(work.is_completed() for work in self._works)

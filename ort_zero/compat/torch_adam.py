@@ -1,4 +1,4 @@
-"""Have torch's Adam update a large tensor piece by piece, so that a piece stays in the processor's cache.
+"""Split large flat tensors for the step of torch's Adam, so that a piece stays in the processor's cache.
 
 Adam makes nine operations of an update, each over the whole tensor, and two tensors of its size. ZeRO gives it all
 parameters of a rank as one tensor. torch's ``fused=True`` reads each element once and is faster, with other last bits.
@@ -15,7 +15,7 @@ import torch
 from ort_zero.utils.patching import Patch
 
 _PIECE = 1 << 16
-"""Elements of a piece: with moments and intermediate results 1.5 MiB in fp32, which the second-level cache holds."""
+"""Number of elements of a piece: parameter, gradient, moments and temporaries are 1.5 MiB, less than an L2 cache."""
 _INIT_GROUP = "_init_group"
 _CLASSES = torch.optim.Adam, torch.optim.AdamW
 _OTHER_WAYS = ("fused", "foreach", "differentiable", "capturable")
@@ -55,7 +55,7 @@ def _pieces_of(parameter: torch.Tensor) -> int:
 
 
 def _divided(value: torch.Tensor, pieces: int) -> list[torch.Tensor]:
-    """Return views of the pieces of a tensor. The count of steps has none: each update adds 1, so it is copied."""
+    """Split a tensor into views of 65,536 elements; copy a step counter for each piece, since each update adds 1."""
     if pieces <= 1:
         return [value]
     if value.dim():

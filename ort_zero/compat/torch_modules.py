@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 WRAPPER_ATTRIBUTES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Names under which torch's wrappers (``torch.compile``, activation checkpointing, FSDP) hold the module they wrap."""
@@ -35,15 +34,6 @@ def version_of(tensor: Any) -> int:
 def is_view(tensor: Any) -> bool:
     """Return True for a view of another tensor."""
     return bool(tensor._is_view())
-
-
-def is_shared(tensor: torch.Tensor) -> bool:
-    """Return True if `tensor` shares its storage with another tensor."""
-    return _uses(tensor) > _uses(torch.empty(0))  # 1 or, with the storage's Python object, 2
-
-
-def _uses(tensor: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
 def without_base(value: Any) -> Any:

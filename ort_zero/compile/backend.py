@@ -70,9 +70,9 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
 
 
 def connect(running: Any, engine: Any) -> None:
-    """Note the engine's ZeRO stage, hand its optimizer gradients in one order on all ranks, bound its buckets.
+    """Adapt a new DeepSpeed engine to compiled units: its ZeRO stage, order of gradients, sizes of buckets.
 
-    From now on the process keeps freed memory for the next step.
+    The optimizer gets the gradients in one order on all ranks, and the process keeps freed memory for the next step.
     The step whose operations DeepSpeed's flops profiler counts runs in PyTorch: the profiler counts calls of Python.
     """
     from ort_zero.compat import deepspeed, deepspeed_buckets, deepspeed_gradient_order, deepspeed_units, glibc

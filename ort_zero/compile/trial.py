@@ -61,9 +61,10 @@ def propose_faster(agreement: Agreement, key: str, in_ort: Sequence[float], in_t
 
 
 def read_decision(decision: str) -> tuple[Runner, float | None]:
-    """Parse a decision's text into the faster runtime and the seconds that a run in ONNX Runtime saves.
+    """Parse the text of a placement, such as ``"onnxruntime 0.0012"``: the faster runtime, and the seconds of gain.
 
-    The seconds are None where the text has none, and negative where PyTorch is faster.
+    The gain is of one run in ONNX Runtime over one in PyTorch: negative where PyTorch is faster, None where the text
+    has none.
     """
     runner, _, gain = decision.partition(" ")
     return Runner(runner), float(gain) if gain else None
