@@ -1,14 +1,17 @@
-"""Patch DeepSpeed's all-gather and reduce-scatter, so that gloo works in place instead of on copies.
+"""Patch DeepSpeed's all-gather and reductions of gradients, so that gloo works in place instead of on copies.
 
 gloo's ``all_gather_into_tensor`` receives into memory of its own and copies it to the output. Its
 ``reduce_scatter_tensor`` copies the input, reduces the whole copy, and copies one part back (torch 2.13,
-ProcessGroupGloo.cpp). Broadcasts and ``all_reduce`` work in the tensor that they are given; results have equal bits.
+ProcessGroupGloo.cpp). DeepSpeed's ZeRO-1 and 2 copy a bucket and reduce all of the copy on all ranks (0.19.8,
+stage_1_and_2.py). Broadcasts and ``all_reduce`` work in the tensor that they are given. Two ranks need no more than
+to send each other the gradients of the other's partition. Results have equal bits.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,17 +20,21 @@ import torch.distributed as dist
 from ort_zero.utils.patching import Patch
 
 _BACKEND = "deepspeed.comm.torch:TorchBackend"
+_BUCKET = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.allreduce_and_copy_with_multiple_ranks"
 _MAX_RANKS = 8
 """Ranks up to which broadcasts of all parts were measured as faster than a ring that gathers them."""
+_PIECE = 1 << 20
+"""Elements that are received at once and then added: a sum in the processor's cache, beside the next transfer."""
 
 
 def patches() -> tuple[Patch, ...]:
-    """Return the patches of ``TorchBackend``'s all-gather and reduce-scatter for CPU tensors on gloo."""
-    built = {"all_gather_into_tensor": _gathering, "reduce_scatter_tensor": _reducing}
-    return tuple(
-        Patch(target=f"{_BACKEND}.{name}", build=build, why="gloo copies whole tensors")
-        for name, build in built.items()
-    )
+    """Return the patches of DeepSpeed's all-gather and reductions of gradients for CPU tensors on gloo."""
+    built = {
+        f"{_BACKEND}.all_gather_into_tensor": _gathering,
+        f"{_BACKEND}.reduce_scatter_tensor": _reducing,
+        _BUCKET: _reducing_bucket,
+    }
+    return tuple(Patch(target=target, build=build, why="gloo copies whole tensors") for target, build in built.items())
 
 
 def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +63,7 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that reduces the whole input where the output is this rank's part of it."""
+    """Return a method that reduces within the input where the output is this rank's part of it."""
 
     @functools.wraps(original)
     def reduce_scatter_tensor(
@@ -70,9 +77,82 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
         parts = _parts(input_tensor, output_tensor, group)
         if not parts or parts[dist.get_rank(group)].data_ptr() != output_tensor.data_ptr():
             return original(self, output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        if len(parts) == 2 and self._reduce_op(op) == dist.ReduceOp.SUM and not async_op:
+            return _exchange(parts, (0, 1), group)
         return self.all_reduce(input_tensor, op=op, group=group, async_op=async_op)
 
     return reduce_scatter_tensor
+
+
+def _reducing_bucket(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of ZeRO-1's optimizer by which two ranks exchange the gradients of a bucket.
+
+    The bucket is a list of slices of DeepSpeed's flat bucket; each rank needs the sums of its own slices only.
+    """
+
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def allreduce_and_copy_with_multiple_ranks(self: Any, small_bucket: list[torch.Tensor], *args: Any, **kwargs: Any):
+        bound = signature.bind(self, small_bucket, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        group = given["process_group"] or self.dp_process_group
+        # in DeepSpeed 0.18 an owner is a number, in 0.16 the type is the optimizer's
+        dtype = given.get("communication_data_type") or self.communication_data_type
+        owners = [owner if isinstance(owner, frozenset) else frozenset((owner,)) for owner in given["bucket_ranks"]]
+        exchanged = (
+            dist.get_world_size(group) == 2
+            and dist.get_backend(group) == "gloo"
+            and not given["divide"]
+            and self.sequence_parallel_size == 1
+            and all(len(owner) == 1 for owner in owners)
+            and all(
+                gradient.device.type == "cpu" and gradient.dtype == dtype and gradient.is_contiguous()
+                for gradient in small_bucket
+            )
+        )
+        if not exchanged:
+            return original(self, small_bucket, *args, **kwargs)
+        numbers = [next(iter(owner)) for owner in owners]
+        _exchange([gradient.view(-1) for gradient in small_bucket], numbers, group)
+        rank = dist.get_rank(group)
+        for gradient, number, output in zip(small_bucket, numbers, given.get("output_bucket") or ()):
+            if number == rank:
+                self._add_to_grad_partition_buffer(output, gradient)
+
+    return allreduce_and_copy_with_multiple_ranks
+
+
+def _exchange(parts: Sequence[torch.Tensor], owners: Sequence[int], group: Any) -> None:
+    """Add the other rank's numbers to each part of this rank, of two, and send the other parts.
+
+    Both ranks of the group must call it, with parts of equal sizes and owners in the same order.
+
+    Args:
+        parts: flat and contiguous.
+        owners: rank in the group of each part.
+        group: has two ranks.
+    """
+    rank = dist.get_rank(group)
+    other = dist.get_global_rank(group or dist.group.WORLD, 1 - rank)
+    pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for part, owner in zip(parts, owners, strict=True):
+        pieces[owner].extend(part.split(_PIECE) if part.numel() else ())
+    sent = [dist.isend(piece, other, group=group) for piece in pieces[1 - rank]]
+    mine = pieces[rank]
+    received = [torch.empty_like(max(mine, key=len)) for _ in mine[:2]]
+    arriving: list[tuple[dist.Work, torch.Tensor]] = []
+    for number in range(len(mine) + 1):
+        if number < len(mine):
+            into = received[number % 2][: len(mine[number])]
+            arriving.append((dist.irecv(into, other, group=group), into))
+        if number:
+            work, values = arriving.pop(0)
+            work.wait()
+            mine[number - 1].add_(values)
+    for work in sent:
+        work.wait()
 
 
 def _parts(whole: torch.Tensor, part: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:

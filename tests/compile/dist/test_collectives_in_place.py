@@ -32,7 +32,7 @@ def patched() -> list[str]:
 
         return collective
 
-    for name in ("broadcast", "all_reduce"):
+    for name in ("broadcast", "all_reduce", "isend"):
         setattr(dist, name, noted(name, getattr(dist, name)))
     for name in ("all_gather_function", "reduce_scatter_function"):
         setattr(backend, name, noted(name, getattr(backend, name)))
@@ -96,9 +96,49 @@ def test_a_gather_in_a_group_broadcasts_from_the_ranks_of_that_group():
     assert run_on_ranks(gathered_in_groups, 4, fresh=True) == [(True, ["broadcast"] * 2)] * 4
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_reduction_in_place_has_the_bits_of_gloos_own(ranks: int):
-    assert run_on_ranks(reduced, ranks, True, fresh=True) == [(True, ["all_reduce"])] * ranks
+def trained(stage: int, exchanging: bool, accumulated: int) -> tuple[list[torch.Tensor], set[str]]:
+    """Train two steps under ZeRO; return the weights, and which of the patched collectives ran in the second."""
+    import deepspeed
+
+    from ort_zero.compat import gloo_collectives
+
+    gloo_collectives._PIECE = 100
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(33, 65), torch.nn.Tanh(), torch.nn.Linear(65, 7))
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": accumulated,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1500},
+    }
+    called = patched() if exchanging else []
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    inputs = torch.randn(3, 33, generator=torch.Generator().manual_seed(engine.global_rank))
+    for step in range(2 * accumulated):
+        if step == accumulated:
+            called.clear()
+        engine.backward(engine(inputs * (step + 1)).square().mean())
+        engine.step()
+    return [parameter.detach().clone() for parameter in model.parameters()], set(called)
+
+
+@pytest.mark.parametrize(("ranks", "collective"), [(2, "isend"), (3, "all_reduce")])
+def test_a_reduction_in_place_has_the_bits_of_gloos_own(ranks: int, collective: str):
+    assert run_on_ranks(reduced, ranks, True, fresh=True) == [(True, [collective])] * ranks
+
+
+@pytest.mark.parametrize(("stage", "accumulated"), [(1, 1), (2, 2)])
+def test_two_ranks_exchange_a_bucket_and_train_the_same_weights(stage: int, accumulated: int):
+    ours = run_on_ranks(trained, 2, stage, True, accumulated, fresh=True)
+    plain = run_on_ranks(trained, 2, stage, False, accumulated, fresh=True)
+    for (weights, called), (wanted, _) in zip(ours, plain, strict=True):
+        assert "isend" in called
+        assert all(torch.equal(one, other) for one, other in zip(weights, wanted, strict=True))
+
+
+def test_three_ranks_reduce_a_bucket_as_deepspeed_does():
+    assert all("isend" not in called for _, called in run_on_ranks(trained, 3, 1, True, 1, fresh=True))
 
 
 def test_a_reduction_into_another_tensor_leaves_its_input_alone():
