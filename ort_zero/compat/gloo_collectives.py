@@ -25,6 +25,8 @@ _MAX_RANKS = 8
 """Ranks up to which broadcasts of all parts were measured as faster than a ring that gathers them."""
 _PIECE = 1 << 20
 """Elements that are received at once and then added: a sum in the processor's cache, beside the next transfer."""
+_TAG = 27015
+"""Keeps gradients apart from a script's own messages between the two ranks, whose tag is 0 as a rule."""
 
 
 def patches() -> tuple[Patch, ...]:
@@ -85,26 +87,25 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reducing_bucket(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of ZeRO-1's optimizer by which two ranks exchange the gradients of a bucket.
+    """Return a method of the optimizer of ZeRO-1 and 2 by which two ranks exchange the gradients of a bucket.
 
-    The bucket is a list of slices of DeepSpeed's flat bucket; each rank needs the sums of its own slices only.
+    The bucket is a list of slices of DeepSpeed's flat bucket. Each rank needs the sums of its own slices only.
     """
-
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def allreduce_and_copy_with_multiple_ranks(self: Any, small_bucket: list[torch.Tensor], *args: Any, **kwargs: Any):
         bound = signature.bind(self, small_bucket, *args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
-        group = given["process_group"] or self.dp_process_group
+        arguments = bound.arguments
+        group = arguments["process_group"] or self.dp_process_group
         # in DeepSpeed 0.18 an owner is a number, in 0.16 the type is the optimizer's
-        dtype = given.get("communication_data_type") or self.communication_data_type
-        owners = [owner if isinstance(owner, frozenset) else frozenset((owner,)) for owner in given["bucket_ranks"]]
+        dtype = arguments.get("communication_data_type") or self.communication_data_type
+        owners = [owner if isinstance(owner, frozenset) else frozenset((owner,)) for owner in arguments["bucket_ranks"]]
         exchanged = (
             dist.get_world_size(group) == 2
             and dist.get_backend(group) == "gloo"
-            and not given["divide"]
+            and not arguments["divide"]
             and self.sequence_parallel_size == 1
             and all(len(owner) == 1 for owner in owners)
             and all(
@@ -117,7 +118,7 @@ def _reducing_bucket(original: Callable[..., Any]) -> Callable[..., Any]:
         numbers = [next(iter(owner)) for owner in owners]
         _exchange([gradient.view(-1) for gradient in small_bucket], numbers, group)
         rank = dist.get_rank(group)
-        for gradient, number, output in zip(small_bucket, numbers, given.get("output_bucket") or ()):
+        for gradient, number, output in zip(small_bucket, numbers, arguments.get("output_bucket") or ()):
             if number == rank:
                 self._add_to_grad_partition_buffer(output, gradient)
 
@@ -135,18 +136,19 @@ def _exchange(parts: Sequence[torch.Tensor], owners: Sequence[int], group: Any) 
         group: has two ranks.
     """
     rank = dist.get_rank(group)
-    other = dist.get_global_rank(group or dist.group.WORLD, 1 - rank)
+    ranks: Any = group or dist.group.WORLD
+    other = dist.get_global_rank(ranks, 1 - rank)
     pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for part, owner in zip(parts, owners, strict=True):
         pieces[owner].extend(part.split(_PIECE) if part.numel() else ())
-    sent = [dist.isend(piece, other, group=group) for piece in pieces[1 - rank]]
+    sent: list[Any] = [dist.isend(piece, other, group=group, tag=_TAG) for piece in pieces[1 - rank]]
     mine = pieces[rank]
     received = [torch.empty_like(max(mine, key=len)) for _ in mine[:2]]
-    arriving: list[tuple[dist.Work, torch.Tensor]] = []
+    arriving: list[tuple[Any, torch.Tensor]] = []
     for number in range(len(mine) + 1):
         if number < len(mine):
             into = received[number % 2][: len(mine[number])]
-            arriving.append((dist.irecv(into, other, group=group), into))
+            arriving.append((dist.irecv(into, other, group=group, tag=_TAG), into))
         if number:
             work, values = arriving.pop(0)
             work.wait()
