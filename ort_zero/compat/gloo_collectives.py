@@ -24,7 +24,7 @@ _BUCKET = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.allreduce
 _MAX_RANKS = 8
 """Ranks up to which broadcasts of all parts were measured as faster than a ring that gathers them."""
 _PIECE = 1 << 20
-"""Elements that are received at once and then added: a sum in the processor's cache, beside the next transfer."""
+"""Elements of a message between two ranks, 4 MiB in fp32: one is added while the next arrives."""
 _TAG = 27015
 """Keeps gradients apart from a script's own messages between the two ranks, whose tag is 0 as a rule."""
 
@@ -87,7 +87,7 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reducing_bucket(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of the optimizer of ZeRO-1 and 2 by which two ranks exchange the gradients of a bucket.
+    """Return a replacement of the all-reduce of a gradient bucket under ZeRO-1 and 2: two ranks exchange gradients.
 
     The bucket is a list of slices of DeepSpeed's flat bucket. Each rank needs the sums of its own slices only.
     """
@@ -115,24 +115,24 @@ def _reducing_bucket(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         if not exchanged:
             return original(self, small_bucket, *args, **kwargs)
-        numbers = [next(iter(owner)) for owner in owners]
+        numbers = [rank for owner in owners for rank in owner]
         _exchange([gradient.view(-1) for gradient in small_bucket], numbers, group)
-        rank = dist.get_rank(group)
+        # DeepSpeed 0.18 has no buffers to add to
         for gradient, number, output in zip(small_bucket, numbers, arguments.get("output_bucket") or ()):
-            if number == rank:
+            if number == dist.get_rank(group):
                 self._add_to_grad_partition_buffer(output, gradient)
 
     return allreduce_and_copy_with_multiple_ranks
 
 
 def _exchange(parts: Sequence[torch.Tensor], owners: Sequence[int], group: Any) -> None:
-    """Add the other rank's numbers to each part of this rank, of two, and send the other parts.
+    """Reduce flat tensors between two ranks: send the other rank's parts to it, add what arrives to this rank's.
 
     Both ranks of the group must call it, with parts of equal sizes and owners in the same order.
 
     Args:
-        parts: flat and contiguous.
-        owners: rank in the group of each part.
+        parts: flat and contiguous; those of this rank become the sums.
+        owners: rank in the group (0 or 1) that owns each part.
         group: has two ranks.
     """
     rank = dist.get_rank(group)

@@ -1,4 +1,4 @@
-"""Split large flat tensors for the step of torch's Adam, so that a piece stays in the processor's cache.
+"""Patch torch's Adam and AdamW to update large flat tensors in pieces that stay in the processor's cache.
 
 Adam makes nine operations of an update, each over the whole tensor, and two tensors of its size. ZeRO gives it all
 parameters of a rank as one tensor. torch's ``fused=True`` reads each element once and is faster, with other last bits.
@@ -15,14 +15,14 @@ import torch
 from ort_zero.utils.patching import Patch
 
 _PIECE = 1 << 16
-"""Number of elements of a piece: parameter, gradient, moments and temporaries are 1.5 MiB, less than an L2 cache."""
+"""Elements that Adam updates at once: parameter, gradient, moments, temporaries take 1.5 MiB, less than an L2 cache."""
 _INIT_GROUP = "_init_group"
 _CLASSES = torch.optim.Adam, torch.optim.AdamW
 _OTHER_WAYS = ("fused", "foreach", "differentiable", "capturable")
 
 
 def patches() -> tuple[Patch, ...]:
-    """Return the patches of the method by which Adam and AdamW list what they update.
+    """Return the patches of ``_init_group`` of torch's Adam and AdamW, which lists the tensors that a step updates.
 
     Flat tensors on the CPU are listed in pieces, and updated bitwise as without. Derived classes keep their lists;
     so do groups that are updated in another way (``fused``, ``foreach``, ``differentiable``, ``capturable``).
@@ -55,7 +55,7 @@ def _pieces_of(parameter: torch.Tensor) -> int:
 
 
 def _divided(value: torch.Tensor, pieces: int) -> list[torch.Tensor]:
-    """Split a tensor into views of 65,536 elements; copy a step counter for each piece, since each update adds 1."""
+    """Return views of 65,536 elements of a flat tensor, or a copy of Adam's step counter for each: an update adds 1."""
     if pieces <= 1:
         return [value]
     if value.dim():

@@ -70,7 +70,7 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
 
 
 def connect(running: Any, engine: Any) -> None:
-    """Adapt a new DeepSpeed engine to compiled units: its ZeRO stage, order of gradients, sizes of buckets.
+    """Prepare a new DeepSpeed engine for compiled units: the order of gradients, the sizes of buckets, kept memory.
 
     The optimizer gets the gradients in one order on all ranks, and the process keeps freed memory for the next step.
     The step whose operations DeepSpeed's flops profiler counts runs in PyTorch: the profiler counts calls of Python.

@@ -61,7 +61,7 @@ def propose_faster(agreement: Agreement, key: str, in_ort: Sequence[float], in_t
 
 
 def read_decision(decision: str) -> tuple[Runner, float | None]:
-    """Parse the text of a placement, such as ``"onnxruntime 0.0012"``: the faster runtime, and the seconds of gain.
+    """Parse a placement decision such as ``"onnxruntime 0.0012"`` into the faster runtime and the seconds of gain.
 
     The gain is of one run in ONNX Runtime over one in PyTorch: negative where PyTorch is faster, None where the text
     has none.
