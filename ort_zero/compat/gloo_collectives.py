@@ -90,8 +90,22 @@ def _reducing_bucket(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a replacement of the all-reduce of a gradient bucket under ZeRO-1 and 2: two ranks exchange gradients.
 
     The bucket is a list of slices of DeepSpeed's flat bucket. Each rank needs the sums of its own slices only.
+    DeepSpeed's logger of communication counts and times the exchange as the all-reduce that it replaces.
     """
+    from deepspeed.comm.comm import timed_op
+
     signature = inspect.signature(original)
+
+    @timed_op
+    def all_reduce(  # the logger takes the operation and the message from these names
+        tensor: list[torch.Tensor],
+        owners: Sequence[int],
+        group: Any,
+        prof: bool = False,
+        log_name: str = "all_reduce",
+        debug: str = "allreduce_bucket",
+    ) -> None:
+        _exchange([gradient.view(-1) for gradient in tensor], owners, group)
 
     @functools.wraps(original)
     def allreduce_and_copy_with_multiple_ranks(self: Any, small_bucket: list[torch.Tensor], *args: Any, **kwargs: Any):
@@ -116,7 +130,7 @@ def _reducing_bucket(original: Callable[..., Any]) -> Callable[..., Any]:
         if not exchanged:
             return original(self, small_bucket, *args, **kwargs)
         numbers = [rank for owner in owners for rank in owner]
-        _exchange([gradient.view(-1) for gradient in small_bucket], numbers, group)
+        all_reduce(small_bucket, numbers, group)
         # DeepSpeed 0.18 has no buffers to add to
         for gradient, number, output in zip(small_bucket, numbers, arguments.get("output_bucket") or ()):
             if number == dist.get_rank(group):
