@@ -90,20 +90,15 @@ def _reducing_bucket(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a replacement of the all-reduce of a gradient bucket under ZeRO-1 and 2: two ranks exchange gradients.
 
     The bucket is a list of slices of DeepSpeed's flat bucket. Each rank needs the sums of its own slices only.
-    DeepSpeed's logger of communication counts and times the exchange as the all-reduce that it replaces.
+    DeepSpeed's communication logger counts and times the exchange as the all-reduce that it replaces.
     """
     from deepspeed.comm.comm import timed_op
 
     signature = inspect.signature(original)
 
     @timed_op
-    def all_reduce(  # the logger takes the operation and the message from these names
-        tensor: list[torch.Tensor],
-        owners: Sequence[int],
-        group: Any,
-        prof: bool = False,
-        log_name: str = "all_reduce",
-        debug: str = "allreduce_bucket",
+    def all_reduce(  # timed_op reads the operation and its message from these names
+        tensor: list[torch.Tensor], owners: Sequence[int], group: Any, log_name: str = "all_reduce"
     ) -> None:
         _exchange([gradient.view(-1) for gradient in tensor], owners, group)
 
