@@ -55,8 +55,8 @@ DEVINFO = _BY_NAME["DEVINFO"].number
 """Number of the level DEVINFO in Python's ``logging``, between DEBUG and INFO."""
 logging.addLevelName(DEVINFO, "DEVINFO")
 
-_requested: weakref.WeakKeyDictionary[Any, Level] = weakref.WeakKeyDictionary()
-"""Level in the section of each living engine."""
+_requested: dict[int, Level] = {}
+"""Level in the section of each living engine or model, by its ``id``: a model may compare in its own way."""
 
 
 class _RankFilter(logging.Filter):
@@ -140,7 +140,8 @@ def set_level(name: str, engine: Any = None) -> Level:
     level = chosen(name)
     number = level.number
     if engine is not None:
-        _requested[engine] = level
+        _requested[id(engine)] = level
+        weakref.finalize(engine, _requested.pop, id(engine), None)
         number = min(each.number for each in _requested.values())
     logger = get_logger()
     if any(isinstance(handler, _StderrHandler) for handler in logger.handlers):

@@ -44,7 +44,9 @@ def _bytes_of(module: Any) -> int:
     """Return the bytes of a module's parameters on this rank; parameters that ZeRO-3 has partitioned count 0."""
     from torch.nn.parameter import is_lazy
 
-    return sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p))
+    from ort_zero.compat.torch_modules import parameters_of
+
+    return sum(p.numel() * p.element_size() for p in parameters_of(module) if not is_lazy(p))
 
 
 def unregister(runtime: Any) -> None:

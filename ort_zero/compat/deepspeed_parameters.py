@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ort_zero.compat.torch_modules import parameters_of
+
 
 def is_partitioned(parameter: Any) -> bool:
     """Return True if ZeRO-3 manages the parameter."""
@@ -22,7 +24,7 @@ def full_size(parameter: Any) -> int:
 
 def elements_of(module: Any) -> int:
     """Return the number of elements of all parameters below a module; a partitioned parameter counts whole."""
-    return sum(map(full_size, module.parameters()))
+    return sum(map(full_size, parameters_of(module)))
 
 
 def number_of(parameter: Any) -> int | None:

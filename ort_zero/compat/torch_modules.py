@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 WRAPPER_ATTRIBUTES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Names under which torch's wrappers (``torch.compile``, activation checkpointing, FSDP) hold the module they wrap."""
+
+
+def named_modules_of(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the paths and modules of ``named_modules()``, each module once, by what torch itself keeps.
+
+    A class may replace torch's methods, also by methods with other arguments.
+    """
+    waiting, seen = [(path, module)], set()
+    while waiting:
+        path, current = waiting.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield path, current
+        prefix = f"{path}." if path else ""
+        below = [(prefix + name, child) for name, child in current._modules.items() if child is not None]
+        waiting += reversed(below)
+
+
+def modules_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield a module and the modules below, each once, as :func:`named_modules_of`."""
+    return (each for _, each in named_modules_of(module))
+
+
+def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters of a module and of the modules below, each once, by what torch itself keeps."""
+    every = (parameter for each in modules_of(module) for parameter in each._parameters.values())
+    return list({id(parameter): parameter for parameter in every if parameter is not None}.values())
 
 
 def inside_of_compiled(module: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ort_zero.compat.torch_modules import modules_of
 from ort_zero.compile.unit_forward import replace_forward
 
 
@@ -19,7 +20,7 @@ def leave_out_caches(model: nn.Module) -> None:
     A call that says ``use_cache`` itself keeps its choice, and so does every call without gradients, such as those of
     ``generate``. The results of training calls have no ``past_key_values`` then.
     """
-    for module in model.modules():
+    for module in modules_of(model):
         if getattr(getattr(module, "config", None), "use_cache", False) is True:
             if "use_cache" in inspect.signature(module.forward).parameters:
                 replace_forward(module, _without_cache, _raise)

@@ -16,6 +16,7 @@ from torch import nn
 
 from ort_zero.compat.deepspeed_parameters import full_shape
 from ort_zero.compat.torch_compile import tree_leaves
+from ort_zero.compat.torch_modules import parameters_of
 from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.trial import Runner, propose_faster, read_decision
 
@@ -120,7 +121,7 @@ class UnitTrials:
             inputs: its arguments.
             segments: the keys of the segments of the unit's class.
         """
-        parameters = [full_shape(parameter) for parameter in unit.parameters()]
+        parameters = [full_shape(parameter) for parameter in parameters_of(unit)]
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
         read = [(tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
         facts = (type(unit).__qualname__, unit.training, parameters, read, sorted(segments))

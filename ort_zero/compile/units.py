@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ort_zero.compat.deepspeed_parameters import elements_of, full_shape
+from ort_zero.compat.torch_modules import modules_of, named_modules_of
 from ort_zero.compile.deferred_logits import is_head
 from ort_zero.errors import ConfigError
 
@@ -47,20 +48,20 @@ def find_units(
     """
     excluded = _excluded(model, exclude)
     blocks = frozenset(_repeated(model))
-    apart = blocks | {id(module) for module in model.modules() if heads and blocks and is_head(module)}
+    apart = blocks | {id(module) for module in modules_of(model) if heads and blocks and is_head(module)}
 
     def units_below(module: nn.Module, path: str) -> Iterator[Unit]:
         if path in excluded or not multiplies(module):
             return
         prefix = f"{path}." if path else ""
-        is_whole = id(module) in apart or not any(id(below) in apart for below in module.modules())
+        is_whole = id(module) in apart or not any(id(below) in apart for below in modules_of(module))
         is_callable = isinstance(module, nn.Sequential) or not isinstance(module, _CONTAINERS)
         fits = max_elements is None or elements_of(module) <= max_elements
-        if is_whole and is_callable and (fits or not any(map(multiplies, module.children()))):
+        if is_whole and is_callable and (fits or not any(multiplies(child) for _, child in _children(module))):
             inside = (name.removeprefix(prefix) for name in sorted(excluded) if name.startswith(prefix))
             yield Unit(path, module, tuple(inside))
             return
-        for name, child in module.named_children():
+        for name, child in _children(module):
             yield from units_below(child, prefix + name)
 
     return list(units_below(model, ""))
@@ -68,10 +69,10 @@ def find_units(
 
 def _repeated(model: nn.Module) -> Iterator[int]:
     """Yield the identities of modules that a container holds alone, of one class; a Sequential must hold several."""
-    for container in model.modules():
+    for container in modules_of(model):
         if not isinstance(container, _CONTAINERS):
             continue
-        children = [child for child in container.children() if multiplies(child)]
+        children = [child for _, child in _children(container) if multiplies(child)]
         if len(children) > (not isinstance(container, nn.ModuleList)) and len({type(child) for child in children}) == 1:
             yield from map(id, children)
 
@@ -85,14 +86,21 @@ def multiplies(module: nn.Module, below: bool = True) -> bool:
     """
     return any(
         len(full_shape(parameter)) > 1
-        for each in (module.modules() if below else (module,))
+        for each in (modules_of(module) if below else (module,))
         if not isinstance(each, (nn.Embedding, nn.EmbeddingBag))
-        for parameter in each.parameters(recurse=False)
+        for parameter in each._parameters.values()
+        if parameter is not None
     )
 
 
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return names and modules of ``named_children()``, each module once."""
+    children = {id(child): (name, child) for name, child in reversed(module._modules.items()) if child is not None}
+    return list(reversed(children.values()))
+
+
 def _excluded(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
-    paths = [path for path, _ in model.named_modules() if path]
+    paths = [path for path, _ in named_modules_of(model) if path]
     names: set[str] = set()
     for pattern in patterns:
         matches = [path for path in paths if fnmatch.fnmatchcase(path, pattern)]

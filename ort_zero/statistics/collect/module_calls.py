@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ort_zero.compat.torch_modules import WRAPPER_ATTRIBUTES, version_of
 
@@ -64,7 +65,7 @@ class CallTracker:
 
     def __init__(self, root: Module):
         self._root = weakref.ref(root)
-        self._paths: weakref.WeakKeyDictionary[Module, str] = weakref.WeakKeyDictionary()
+        self._paths: MutableMapping[Module, str] = WeakIdKeyDictionary()
         self.begin_step()
 
     def begin_step(self) -> None:

@@ -13,14 +13,16 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ort_zero.compat.torch_modules import modules_of
 from ort_zero.log import get_logger
 from ort_zero.statistics.collect.graph_capture import PLACE, capture, is_captured
 from ort_zero.statistics.collect.module_calls import CallTracker, TensorSlot
@@ -28,7 +30,7 @@ from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.utils.tree_map import map_arguments, map_slots
 from ort_zero.zero3_hooks.hook_manager import is_paused
 
-_by_root: weakref.WeakKeyDictionary[Module, SubscribedModel] = weakref.WeakKeyDictionary()
+_by_root: MutableMapping[Module, SubscribedModel] = WeakIdKeyDictionary()
 running: list[SubscribedModel] = []
 """Models whose forward is running in PyTorch, innermost last."""
 running_again: list[RunAgain] = []
@@ -50,7 +52,7 @@ def subscribed_models_in(module: Module) -> list[SubscribedModel]:
     """Return each module with subscribers among `module` and its submodules."""
     if not _by_root:
         return []
-    return [model for part in module.modules() if (model := _by_root.get(part)) is not None]
+    return [model for part in modules_of(module) if (model := _by_root.get(part)) is not None]
 
 
 def subscribe(root: Module, subscribers: Sequence[SubscriberBase]) -> SubscribedModel:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
 from torch.nn import Module
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ort_zero.compat.torch_modules import inside_of_compiled
 from ort_zero.statistics.collect import subscribed_model
@@ -16,8 +16,8 @@ from ort_zero.statistics.collect.subscribed_model import SubscribedModel, runnin
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.zero3_hooks.hook_manager import is_paused
 
-_zero_stages: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
-_backends: weakref.WeakKeyDictionary[Module, str] = weakref.WeakKeyDictionary()
+_zero_stages: MutableMapping[Module, int] = WeakIdKeyDictionary()
+_backends: MutableMapping[Module, str] = WeakIdKeyDictionary()
 inspect_in_trace: list[Callable[[str, torch.Tensor], torch.Tensor]] = []
 """The function that :func:`inspect_activation` calls while :mod:`ort_zero.ortmodule.statistics` traces; else empty."""
 
