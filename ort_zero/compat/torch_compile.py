@@ -9,14 +9,17 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
+import torch.fx._symbolic_trace as fx_tracing
+import torch.nn.modules.module as modules
 from packaging.version import Version
 from torch._decomp import core_aten_decompositions
 from torch._dynamo.backends.common import aot_autograd
@@ -25,7 +28,7 @@ from torch._functorch import partitioners
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -44,6 +47,7 @@ __all__ = (
     "tree_unflatten",
 )
 
+_MODULE_GLOBALS = vars(modules)
 _KNAPSACK = "_optimize_runtime_with_given_memory"
 _EXAMPLE = 3
 """The value with which a size that can change is traced: torch takes 0 and 1 for sizes that cannot."""
@@ -85,8 +89,40 @@ def compile_function(
         name = "recompile_limit" if hasattr(dynamo_config, "recompile_limit") else "cache_size_limit"
         setattr(dynamo_config, name, max(getattr(dynamo_config, name), RECOMPILE_LIMIT))
     _leave_guards_untimed()
-    optimize = torch._dynamo.optimize(backend, guard_export_fn=guards_made, guard_fail_fn=guard_failed, **options)
+    optimize: Any = torch._dynamo.optimize(backend, guard_export_fn=guards_made, guard_fail_fn=guard_failed, **options)
+    optimize.callback = _Conversion(optimize.callback)
     return optimize(function)
+
+
+_DYNAMO_OPTIONS: dict[str, Any] = {"skip_nnmodule_hook_guards": False}
+"""Settings of Dynamo for our compilations; those of the user's own ``torch.compile`` stay as they are."""
+
+
+class _Conversion:
+    """Dynamo's conversion of a frame, with the settings of :data:`_DYNAMO_OPTIONS` while it works.
+
+    Args:
+        convert: Dynamo's own conversion.
+    """
+
+    def __init__(self, convert: Callable[..., Any]):
+        self._torchdynamo_orig_backend = convert  # by this name Dynamo looks for the backend, also in C++
+        functools.update_wrapper(self, convert, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert a frame."""
+        global _conversions
+        _conversions += 1
+        with dynamo_config.patch(_DYNAMO_OPTIONS):
+            return self._torchdynamo_orig_backend(*args, **kwargs)
+
+
+_conversions = 0
+
+
+def conversions() -> int:
+    """Return how many frames Dynamo has been asked to convert for us, in this process."""
+    return _conversions
 
 
 def allocation_on(device: torch.device) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
@@ -236,13 +272,44 @@ def allow_second_backwards() -> None:
         buffers.clear()
 
 
-def in_transform() -> bool:
-    """Return True within transforms of ``torch.func`` and levels of ``torch.autograd.forward_ad``.
+def is_taken_apart(arguments: Iterable[Any]) -> bool:
+    """Return True where torch does not just compute with real tensors, so that a call must run the user's own code.
 
-    A graph serves neither, and Dynamo leaves a function that it has met in a transform to PyTorch for good.
+    It traces, exports, compiles, batches or differentiates forward, a dispatch mode sees each operator, tensors have no
+    values, or hooks on all modules of the process want to see each module.
+
+    Args:
+        arguments: the arguments of the call.
     """
     functorch: Any = torch._C._functorch
-    return functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+    return (
+        torch.compiler.is_compiling()
+        or functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or fx_tracing._is_fx_tracing_flag
+        or modules._has_any_global_hook()
+        or any(map(_is_without_values, arguments))
+    )
+
+
+def _is_without_values(argument: Any) -> bool:
+    """Return True for tensors without values, of the device "meta" or fake, and for containers of such."""
+    if isinstance(argument, torch.Tensor):
+        return argument.is_meta or isinstance(argument, FakeTensor)
+    if isinstance(argument, (list, tuple)):
+        return any(map(_is_without_values, argument))
+    return isinstance(argument, dict) and any(map(_is_without_values, argument.values()))
+
+
+def called_module(depth: int) -> Any:
+    """Return the module whose ``__call__`` runs the function `depth` frames up; None if something else called it.
+
+    A forward on an instance does not know for which module it was called: a shallow copy has the same one.
+    """
+    caller = sys._getframe(depth + 1)
+    return caller.f_locals.get("self") if caller.f_globals is _MODULE_GLOBALS else None
 
 
 def saves_plainly() -> bool:

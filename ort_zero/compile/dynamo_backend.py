@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from ort_zero import env, log
-from ort_zero.compat import torch_compile
+from ort_zero.compat import compiled_backward, torch_compile
 from ort_zero.compile import devices, records, sessions, view_chains
 from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled, assemble
@@ -20,6 +21,7 @@ from ort_zero.compile.conversion.fragments import Fragment
 from ort_zero.compile.executor import SegmentRunner, program_of
 from ort_zero.compile.head_loss import IN_PYTORCH, Product, Products, fuse_head_and_loss
 from ort_zero.compile.memory import Kept
+from ort_zero.compile.missing_gradients import without_missing_gradients
 from ort_zero.compile.module_paths import is_below
 from ort_zero.compile.partition import decompositions
 from ort_zero.compile.patterns import replace_compositions
@@ -29,6 +31,7 @@ from ort_zero.compile.settings import Settings
 from ort_zero.compile.sizes import SymbolReader
 from ort_zero.compile.trial import Trial
 from ort_zero.compile.unit_forward import IN_GRAPH
+from ort_zero.errors import ExportError
 from ort_zero.statistics.collect import graph_passes
 from ort_zero.utils.atomic_write import write_bytes
 
@@ -64,6 +67,8 @@ class Compiler:
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Compiled:
         """Return the compiled form of a graph of Dynamo."""
         self.record.dynamo_graphs += 1
+        if self._unit and compiled_backward.names_missing_gradients():
+            raise ExportError("an autograd.Function in it tells missing gradients from zeros (set_materialize_grads)")
         reason = self.recompilations.note_graph()
         graph_passes.follow_gradients(module)
         replace_compositions(module)
@@ -84,7 +89,7 @@ class Compiler:
         )
         compiled = compiler(module, example_inputs)
         weakref.finalize(compiled, list(self._products.values()).clear)  # holds them as long as the graph lives
-        return compiled
+        return _with_gradients_of_pytorch(compiled)
 
     def products_of(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Products:
         """Return functions for the three products of a head and its loss, each checked and placed like a segment.
@@ -159,6 +164,8 @@ class Compiler:
             if len(refused) == before:
                 break
         program = program_of(module, plan, runners, symbols, returned)
+        if direction == "backward":
+            program = without_missing_gradients(program, module.graph, symbols)
         graph = records.graph_record(plan, runners, direction, self._unit, reason)
         self.record.add(graph)
         log.get_logger().log(log.DEVINFO, "%s, graph %d, %s", self._unit, self.recompilations.graphs, graph.text())
@@ -204,6 +211,21 @@ def agreement() -> Agreement:
         folder = env.user_cache_dir()
         _agreements.append(Agreement(folder / "placements" if folder and env.can_write(folder) else None))
     return _agreements[0]
+
+
+def _with_gradients_of_pytorch(compiled: Compiled) -> Compiled:
+    """Return a compiled graph whose backward has a gradient exactly where PyTorch's has one."""
+    is_prepared = False
+
+    @functools.wraps(compiled)
+    def run(*arguments: Any) -> Any:
+        nonlocal is_prepared
+        results = compiled(*arguments)
+        if not is_prepared and torch.is_grad_enabled():
+            is_prepared = compiled_backward.prepare_backward(results)
+        return results
+
+    return run
 
 
 def _device_of(module: GraphModule) -> torch.device | None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ort_zero import log
 from ort_zero.compat import torch_compile
+from ort_zero.compat.torch_modules import modules_of, named_modules_of
 from ort_zero.compile import explain, sessions
 from ort_zero.compile.caches import leave_out_caches
+from ort_zero.compile.class_forward import ClassForward
 from ort_zero.compile.deferred_logits import DeferringHead, is_head
 from ort_zero.compile.dynamo_backend import Compiler, agreement
 from ort_zero.compile.head_loss import ProductsOf
@@ -31,7 +34,7 @@ _MIN_SHARE = 0.5
 """Share of floating-point operations in ONNX Runtime below which a warning says so."""
 _DIFFERENTIATED = "a backward was differentiated (create_graph=True), and compiled graphs have no second derivative"
 
-_models: weakref.WeakKeyDictionary[nn.Module, CompiledModel] = weakref.WeakKeyDictionary()
+_models: MutableMapping[nn.Module, CompiledModel] = WeakIdKeyDictionary()
 """The compiled models, each as long as the user's module lives; copies and pickles of the module do not hold them."""
 
 
@@ -76,7 +79,7 @@ class CompiledModel:
         self._trials = UnitTrials(agreement)
         self._slower: set[str] = set()
         """Paths of the units that were slower as a whole, compiled."""
-        self._seen = weakref.WeakSet(module.modules())
+        self._seen: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary(dict.fromkeys(modules_of(module), True))
         leave_out_caches(module)  # before the units: a model that is a unit itself stays compiled
         for unit in units:
             self._compile(unit)
@@ -145,7 +148,8 @@ class CompiledModel:
                 compiled = torch_compile.compile_function(
                     function, compiler, noted.note_guard_failure, noted.note_guards
                 )
-                self._compiled[key] = compiled, compiler.products_of
+                in_ort = self._settings.place == "ort"
+                self._compiled[key] = ClassForward(function, compiled, in_ort), compiler.products_of
             compiled, products_of = self._compiled[key]
             where = self._settings.loss_devices
             if not where or not is_head(unit.module):
@@ -176,7 +180,8 @@ class CompiledModel:
                 model.note_slower(unit.path)
             return trial
 
-        is_slower = functools.partial(record.goes_to_torch, name)
+        # the loss that a head makes cheaper is not in the head's own time
+        is_slower = (lambda: False) if is_head(unit.module) else functools.partial(record.goes_to_torch, name)
         replace_forward(unit.module, compile_function, failed, is_slower, differentiated, trial_of)
 
     def note_second_derivative(self) -> None:
@@ -268,10 +273,10 @@ class CompiledModel:
 
     def _added(self) -> dict[str, str]:
         """Return the new modules with weights of products that no unit holds, and why PyTorch runs them."""
-        compiled = {id(each) for unit in self.unit_modules() for each in unit.modules()}
+        compiled = {id(each) for unit in self.unit_modules() for each in modules_of(unit)}
         return {
             path: "came into the model after it was compiled; ort_zero.wrap(model) once more compiles it"
-            for path, each in (self.module.named_modules() if self.module is not None else ())
+            for path, each in (named_modules_of(self.module) if self.module is not None else ())
             if id(each) not in compiled and each not in self._seen and multiplies(each, below=False)
         }
 
@@ -281,9 +286,9 @@ class CompiledModel:
 
 
 def _hooks_changed(root: nn.Module) -> None:
-    parts = set(root.modules())
+    parts = set(map(id, modules_of(root)))
     for model in list(_models.values()):
-        if not parts.isdisjoint(model.unit_modules()):
+        if not parts.isdisjoint(map(id, model.unit_modules())):
             model.mark_units()
             model.compile_again()
 

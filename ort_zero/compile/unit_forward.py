@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ort_zero.compat.torch_compile import in_backward, in_transform, is_dynamos, saves_plainly
+from ort_zero.compat.deepspeed_parameters import full_size
+from ort_zero.compat.torch_compile import called_module, in_backward, is_dynamos, is_taken_apart, saves_plainly
+from ort_zero.compat.torch_modules import parameters_of
 from ort_zero.compile.second_derivatives import Call
 from ort_zero.compile.trial import Runner
 from ort_zero.compile.unit_trial import UnitTrial
@@ -29,7 +31,8 @@ class UnitForward:
     """The forward of one unit: calls the compiled function of the unit's class.
 
     A deep copy of the unit gets a copy that runs the copied unit. A pickle holds the unit's own forward instead, so
-    that it can be loaded without ort_zero.
+    that it can be loaded without ort_zero. A shallow copy, which has this object from the original, loses it at its
+    first call and runs its own forward.
 
     Args:
         unit: the unit.
@@ -68,15 +71,21 @@ class UnitForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit."""
-        if self.compiled is None or self.is_suspended or in_transform():
-            return self.original(self.unit, *args, **kwargs)
+        if is_taken_apart((*args, *kwargs.values())):
+            return self._plain(self.unit)(*args, **kwargs)
+        module = called_module(1)
+        if module is not None and module is not self.unit and vars(module).get(_NAME) is self:
+            del vars(module)[_NAME]
+            return self._plain(module)(*args, **kwargs)
+        if self.compiled is None or self.is_suspended or not self._is_current():
+            return self._plain(self.unit)(*args, **kwargs)
         self.calls += 1
         # not in a backward: activation checkpointing must compute again what the forward has computed
         trial = None
         if (self.is_timed or self.calls in _ASKED) and not in_backward():
             trial = self._trial((args, kwargs))
             if self.compiled is None:
-                return self.original(self.unit, *args, **kwargs)
+                return self._plain(self.unit)(*args, **kwargs)
         call = None
         if self.calls <= _WATCHED and self.differentiated is not None and torch.is_grad_enabled() and saves_plainly():
             call = Call(self.unit, self.original, (args, kwargs), self.differentiated)
@@ -93,10 +102,22 @@ class UnitForward:
                 raise
             failure = error
         # outside of the handler: what this raises is the user's own error, with the user's line
-        results = self.original(self.unit, *args, **kwargs)
+        results = self._plain(self.unit)(*args, **kwargs)
+        if any(parameter.numel() < full_size(parameter) for parameter in parameters_of(self.unit)):
+            return results  # a call outside of the engine's forward; the next one within it is compiled
         self.failed(failure)
         self.compiled = None
         return results
+
+    def _is_current(self) -> bool:
+        """Return True if the forward that was compiled is the one that the unit's class has now."""
+        return isinstance(self.original, _OwnForward) or type(self.unit).forward is self.original
+
+    def _plain(self, module: nn.Module) -> Callable[..., Any]:
+        """Return the forward that a module has without ort_zero."""
+        if isinstance(self.original, _OwnForward):
+            return self.original.function
+        return types.MethodType(type(module).forward, module)
 
     def _trial(self, inputs: Any) -> UnitTrial | None:
         """Return the trial that a call belongs to, or None; leave the unit to PyTorch where that is faster."""
