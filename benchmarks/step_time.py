@@ -47,8 +47,8 @@ VARIANTS = (
 """Eager PyTorch; torch.compile by Inductor; the compile backend with measured placement, with all in ONNX Runtime, and
 with a memory budget of 55 %; ORTModule. The last two need onnxruntime-training."""
 DEFAULT = ("torch", "compile", "segments")
-_SETTLING = 64
-"""Steps before the compile backend has placed all segments and units."""
+_SETTLING = 400
+"""Most steps for which the compile backend may go on deciding where segments and units run."""
 
 
 class Variant:
@@ -117,6 +117,17 @@ class Variant:
         self.loss = loss.item()
         return seconds
 
+    def settle(self, inputs: dict[str, torch.Tensor]) -> None:
+        """Run steps until it is decided on all ranks where segments and units run."""
+        while self.segments and self.steps < _SETTLING:
+            settled = torch.tensor(int(self.runtime.status()["compiled"]["settled"]))
+            if torch.distributed.is_initialized():
+                torch.distributed.all_reduce(settled, torch.distributed.ReduceOp.MIN)
+            if settled:
+                break
+            self.step(inputs)
+        self.settled_after = self.steps
+
     def report(self) -> dict[str, Any]:
         """Return what ran, after asserting that it was ORT if ORT was asked for."""
         if self.runtime is None:
@@ -126,6 +137,8 @@ class Variant:
             assert status["fallbacks"] == 0 and status["graph_runs"]["backward"], status
             share = status["compiled"]["flop_share"]
             did = f"{100 * share:.0f} % of operations in ONNX Runtime, {len(status['units'])} units"
+            is_settled = status["compiled"]["settled"]
+            did += f", {'' if is_settled else 'not '}settled after {self.settled_after} steps"
             memory = status["memory"][0]
             if memory["budget"]:
                 did += f", {100 * memory['kept'] / memory['kept_without']:.0f} % kept for the backward"
@@ -163,11 +176,11 @@ def measure(name: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
     inputs = {key: value.to(options["device"]) for key, value in batch(options, rank, name).items()}
     dtype = DTYPES[options["dtype"]]
     inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
-    warmup = max(options["warmup"], _SETTLING if kind.startswith("segments") else 0)
     try:
         variant = Variant(name, kind.removesuffix(LARGE_PAGES), options)
-        for _ in range(warmup):  # the first step compiles; DeepSpeed's prefetch needs a traced step
+        for _ in range(options["warmup"]):  # the first step compiles; DeepSpeed's prefetch needs a traced step
             variant.step(inputs)
+        variant.settle(inputs)
     except Exception as error:
         if kind != "compile":
             raise

@@ -147,6 +147,9 @@ class Backend(Protocol):
     def run_alone(self, model: Any, section: config.Config) -> tuple[RunningModel, Any]:
         """Return the running model and the module to call, without an engine; raise as :meth:`run_for_engine`."""
 
+    def unwrap(self, model: Any) -> Any:
+        """Return the user's own model, whose modules run their own forwards again; any other model unchanged."""
+
     def node_profiles(self, prefix: str) -> NodeProfiles:
         """Make new sessions record their nodes into files whose names begin with `prefix`."""
 

@@ -102,7 +102,7 @@ class _Batches:
             pairs = [
                 functorch._unwrap_batched(g, level) if isinstance(g, torch.Tensor) else (g, None) for g in gradients
             ]
-            values, dims = zip(*pairs)
+            values, dims = map(list, zip(*pairs))
             return _Batches(
                 values, dims, lambda stacked: functorch._add_batch_dim(stacked, 0, level), interpreter.lower
             )

@@ -99,6 +99,16 @@ def run_alone(model: Any, section: config.Config) -> tuple[CompiledModel, Any]:
     return run_for_engine(model, section, {})
 
 
+def unwrap(model: Any) -> Any:
+    """Give the units below a model their own forwards back; return the model."""
+    from ort_zero.compat.torch_modules import modules_of
+    from ort_zero.compile.unit_forward import restore_forward
+
+    for module in modules_of(model):
+        restore_forward(module)
+    return model
+
+
 def node_profiles(prefix: str) -> NodeProfiles:
     """Have new sessions record their nodes, into files that begin with `prefix`."""
     from ort_zero.compile.node_profiles import SessionProfiles

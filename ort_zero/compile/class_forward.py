@@ -88,6 +88,8 @@ class ClassForward:
         self._seconds = 0.0
         """Seconds in PyTorch of calls without gradients."""
         self._was_told = False
+        self.has_run = False
+        """Whether the compiled forward has run, with or without a graph."""
 
     def __call__(self, unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a unit of the class."""
@@ -102,6 +104,7 @@ class ClassForward:
             return results
         made = torch_compile.conversions()
         results = self.compiled(unit, *args, **kwargs)
+        self.has_run = True
         if torch_compile.conversions() != made:
             self.code.watch(unit)
         return results
@@ -112,14 +115,14 @@ class ClassForward:
         A cache of keys and values grows with each call, and each size would make a graph. The forward of reentrant
         activation checkpointing has inputs that need gradients, and is repeated with them: it is compiled.
         """
+        if any(isinstance(each, torch.Tensor) and each.requires_grad for each in (*args, *kwargs.values())):
+            return False
+        if not self._in_ort and self._seconds < _WORTH_GRAPHS:
+            return True
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if any(tensor.requires_grad for tensor in tensors):
-            return False
         if not all(isinstance(leaf, _PLAIN) for leaf in leaves):
             return True  # an object, as a cache is
-        if not self._in_ort:
-            return self._seconds < _WORTH_GRAPHS
         sizes = tuple(tensor.shape for tensor in tensors)
         if len(self._sizes) < _SIZES:
             self._sizes.add(sizes)

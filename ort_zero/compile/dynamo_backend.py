@@ -27,6 +27,7 @@ from ort_zero.compile.partition import decompositions
 from ort_zero.compile.patterns import replace_compositions
 from ort_zero.compile.plan import Segment, make_plan
 from ort_zero.compile.recompilations import Recompilations
+from ort_zero.compile.result_groups import compile_parts, divided
 from ort_zero.compile.settings import Settings
 from ort_zero.compile.sizes import SymbolReader
 from ort_zero.compile.trial import Trial
@@ -73,6 +74,13 @@ class Compiler:
         graph_passes.follow_gradients(module)
         replace_compositions(module)
         fuse_head_and_loss(module, self.products_of, self.settings.loss_devices)
+        parts = divided(module) if torch.is_grad_enabled() else None
+        if parts is not None:
+            return compile_parts(parts, example_inputs, lambda part, inputs: self._through_aot(part, inputs, reason))
+        return self._through_aot(module, example_inputs, reason)
+
+    def _through_aot(self, module: GraphModule, example_inputs: Sequence[Any], reason: str | None) -> Compiled:
+        """Compile a graph of Dynamo, or a part of one, by AOTAutograd's graphs of its forward and its backward."""
         kept = self.record.memory.new_graph(self._unit)
         returned: list[int] = []
 

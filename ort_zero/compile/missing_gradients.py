@@ -1,4 +1,4 @@
-"""Return no gradient where PyTorch has none: for what only results without a gradient depend on."""
+"""Have the backward of a graph take gradients that are missing: None, where autograd makes zeros of them by default."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from ort_zero.compile.conversion.registry import size_of
 from ort_zero.compile.sizes import SymbolReader
@@ -18,7 +18,9 @@ _TANGENT = "tangents_"
 def without_missing_gradients(
     program: Callable[[list[Any]], Any], graph: Graph, symbols: SymbolReader
 ) -> Callable[[list[Any]], Any]:
-    """Return a backward that takes None for missing gradients, and returns None where nothing else is to be had.
+    """Return a backward that returns None for all gradients if all gradients of results are None.
+
+    If some are, they count as zeros: all results of a graph lead to the same inputs (:mod:`.result_groups`).
 
     Args:
         program: runs the backward graph, with a list of its inputs that it empties.
@@ -26,34 +28,18 @@ def without_missing_gradients(
         symbols: reads the graph's symbols.
     """
     placeholders = graph.find_nodes(op="placeholder")
-    tangents = {index: node for index, node in enumerate(placeholders) if str(node.target).startswith(_TANGENT)}
-    (gradients,) = graph.find_nodes(op="output")[0].args
-    sources = _sources(graph, list(tangents.values()))
-    needed = [sources.get(gradient, frozenset()) for gradient in gradients]
+    tangents = [(i, node.meta["val"]) for i, node in enumerate(placeholders) if str(node.target).startswith(_TANGENT)]
+    number = len(graph.find_nodes(op="output")[0].args[0])
 
     def run(arguments: list[Any]) -> Any:
-        missing = {node for index, node in tangents.items() if arguments[index] is None}
-        if not missing:
-            return program(arguments)
+        missing = [(index, like) for index, like in tangents if arguments[index] is None]
         if len(missing) == len(tangents):
             arguments.clear()
-            return [None] * len(gradients)
-        values = symbols.read(arguments)
-        for index, node in tangents.items():
-            if arguments[index] is None:
-                like = node.meta["val"]
-                sizes = symbols.evaluate(map(size_of, like.shape), values)
-                arguments[index] = torch.zeros(sizes, dtype=like.dtype, device=like.device)
-        results = program(arguments)
-        return [None if of and of <= missing else result for of, result in zip(needed, results, strict=True)]
+            return [None] * number
+        values = symbols.read(arguments) if missing else ()
+        for index, like in missing:
+            sizes = symbols.evaluate(map(size_of, like.shape), values)
+            arguments[index] = torch.zeros(sizes, dtype=like.dtype, device=like.device)
+        return program(arguments)
 
     return run
-
-
-def _sources(graph: Graph, tangents: list[Node]) -> dict[Any, frozenset[Node]]:
-    """Return the tangents that each node depends on."""
-    sources: dict[Any, frozenset[Node]] = {node: frozenset((node,)) for node in tangents}
-    for node in graph.nodes:
-        if node.op == "call_function":
-            sources[node] = frozenset().union(*(sources.get(each, frozenset()) for each in node.all_input_nodes))
-    return sources

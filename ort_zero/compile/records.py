@@ -145,6 +145,12 @@ class ModelRecord:
             return None
         return [trial.key for trial in trials]
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether every segment of the graphs has the runtime that runs it from now on."""
+        trials = [segment.trial for graph in self.graphs for segment in graph.segments]
+        return bool(self.graphs) and all(trial.runner is not None for trial in trials)
+
     def _graphs_of(self, unit: str) -> list[GraphRecord]:
         return [graph for graph in self.graphs if graph.unit == unit and graph.direction != "loss"]
 

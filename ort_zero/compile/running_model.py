@@ -79,7 +79,9 @@ class CompiledModel:
         self._trials = UnitTrials(agreement)
         self._slower: set[str] = set()
         """Paths of the units that were slower as a whole, compiled."""
-        self._seen: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary(dict.fromkeys(modules_of(module), True))
+        self._seen: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
+        for each in modules_of(module):
+            self._seen[each] = True
         leave_out_caches(module)  # before the units: a model that is a unit itself stays compiled
         for unit in units:
             self._compile(unit)
@@ -224,13 +226,6 @@ class CompiledModel:
         self.record.end_first_step()
 
     def _announce_model(self) -> None:
-        captured = {graph.unit for graph in self.record.graphs}
-        for path, reference in self._units:
-            forward = getattr(reference(), "forward", None)
-            if not isinstance(forward, UnitForward) or isinstance(forward.compiled, DeferringHead):
-                continue
-            if forward.calls and self._classes[path] not in captured:
-                self.failures.setdefault(path, "Dynamo captured no graph of it")
         explain.end_if_asked(self.record, self.status)
         chosen = self.record.memory.is_open and self.record.memory.choose()
         announce, self.announce = self.announce, None
@@ -250,7 +245,7 @@ class CompiledModel:
         """Return the model's entry in ``ort_zero.status()["models"]``, as plain values."""
         units = [(path, unit) for path, ref in self._units if (unit := ref()) is not None]
         compiled = self.record.as_dict()
-        failures = {**self.failures, **self._added()}
+        failures = {**self._uncaptured(), **self.failures, **self._added()}
         in_ort = compiled["segments"] - compiled["segments_in_torch"]
         return {
             "module": type(self.module).__name__,
@@ -267,8 +262,31 @@ class CompiledModel:
             "graphs": {},
             "transitions": self.record.transitions(),
             "in_torch": compiled.pop("reasons"),
-            "compiled": compiled,
+            "compiled": {**compiled, "settled": self._is_settled()},
             "memory": [self.record.memory.as_dict()],
+        }
+
+    def _is_settled(self) -> bool:
+        """Return True once it is decided which runtime runs each segment, and which units go back to PyTorch."""
+        can_go_back = self._settings.place == "measured" and self.record.memory.recompute == "off"
+        waiting = [
+            forward
+            for unit in self.unit_modules()
+            if isinstance(forward := vars(unit).get("forward"), UnitForward)
+            and isinstance(forward.compiled, ClassForward)
+            and can_go_back
+            and not forward.is_settled
+        ]
+        return self.record.is_placed and not waiting
+
+    def _uncaptured(self) -> dict[str, str]:
+        """Return the units that Dynamo has been asked to compile, and of which it captured no graph."""
+        captured = {graph.unit for graph in self.record.graphs}
+        compiled = {path: getattr(getattr(unit(), "forward", None), "compiled", None) for path, unit in self._units}
+        return {
+            path: "Dynamo captured no graph of it"
+            for path, forward in compiled.items()
+            if isinstance(forward, ClassForward) and forward.has_run and self._classes[path] not in captured
         }
 
     def _added(self) -> dict[str, str]:

@@ -66,26 +66,28 @@ class UnitForward:
         """Whether PyTorch runs the unit for now."""
         self.is_timed = False
         """Whether calls are timed, compiled and in PyTorch by turns."""
+        self.is_settled = False
+        """Whether it is decided if the unit stays compiled."""
         functools.update_wrapper(self, original, updated=())
         self.__signature__ = inspect.signature(types.MethodType(original, unit))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit."""
         if is_taken_apart((*args, *kwargs.values())):
-            return self._plain(self.unit)(*args, **kwargs)
+            return self._run_plainly(self.unit, args, kwargs)
         module = called_module(1)
         if module is not None and module is not self.unit and vars(module).get(_NAME) is self:
             del vars(module)[_NAME]
-            return self._plain(module)(*args, **kwargs)
+            return self._run_plainly(module, args, kwargs)
         if self.compiled is None or self.is_suspended or not self._is_current():
-            return self._plain(self.unit)(*args, **kwargs)
+            return self._run_plainly(self.unit, args, kwargs)
         self.calls += 1
         # not in a backward: activation checkpointing must compute again what the forward has computed
         trial = None
         if (self.is_timed or self.calls in _ASKED) and not in_backward():
             trial = self._trial((args, kwargs))
             if self.compiled is None:
-                return self._plain(self.unit)(*args, **kwargs)
+                return self._run_plainly(self.unit, args, kwargs)
         call = None
         if self.calls <= _WATCHED and self.differentiated is not None and torch.is_grad_enabled() and saves_plainly():
             call = Call(self.unit, self.original, (args, kwargs), self.differentiated)
@@ -102,7 +104,7 @@ class UnitForward:
                 raise
             failure = error
         # outside of the handler: what this raises is the user's own error, with the user's line
-        results = self._plain(self.unit)(*args, **kwargs)
+        results = self._run_plainly(self.unit, args, kwargs)
         if any(parameter.numel() < full_size(parameter) for parameter in parameters_of(self.unit)):
             return results  # a call outside of the engine's forward; the next one within it is compiled
         self.failed(failure)
@@ -113,21 +115,25 @@ class UnitForward:
         """Return True if the forward that was compiled is the one that the unit's class has now."""
         return isinstance(self.original, _OwnForward) or type(self.unit).forward is self.original
 
-    def _plain(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the forward that a module has without ort_zero."""
+    def _run_plainly(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run the forward that a module has without ort_zero."""
         if isinstance(self.original, _OwnForward):
-            return self.original.function
-        return types.MethodType(type(module).forward, module)
+            return self.original.function(*args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
 
     def _trial(self, inputs: Any) -> UnitTrial | None:
         """Return the trial that a call belongs to, or None; leave the unit to PyTorch where that is faster."""
         if self.calls in _ASKED and self.is_slower():
             self.compiled = None
             return None
-        if not torch.is_grad_enabled() or not saves_plainly():
+        if not torch.is_grad_enabled():
             return None
         trial = self.trial_of(self.unit, inputs)
+        if trial is not None and not saves_plainly():
+            self.is_settled = True
+            return None
         self.is_timed = trial is not None and trial.runner is None
+        self.is_settled = trial is not None and trial.runner is not None
         if trial is not None and trial.runner is Runner.TORCH:
             self.compiled = None
         return trial if self.is_timed else None

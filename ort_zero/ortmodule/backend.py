@@ -111,6 +111,13 @@ def run_alone(model: Any, section: config.Config) -> tuple[Runtime, Any]:
     return runtime, wrapped
 
 
+def unwrap(model: Any) -> Any:
+    """Return the user's module in an ORTModule; any other model itself."""
+    from ort_zero.compat.torch_modules import inside_of_ortmodule
+
+    return inside_of_ortmodule(model)
+
+
 def node_profiles(prefix: str) -> SessionProfiles:
     """Have new sessions record their nodes, into files that begin with `prefix`."""
     from ort_zero.ortmodule.session_profiles import SessionProfiles

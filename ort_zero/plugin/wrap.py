@@ -7,7 +7,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from ort_zero import config, env, log
-from ort_zero.backends import loading
+from ort_zero.backends import loading, registry
 from ort_zero.backends.interface import RunningModel
 from ort_zero.errors import ConfigError
 from ort_zero.plugin import profiled_script, statistics, summary
@@ -55,6 +55,22 @@ def wrap(model: Any, **section: Any) -> Any:
     if session is not None:
         vars(wrapped)["ort_zero_statistics"] = session
     return wrapped
+
+
+def unwrap(model: Any) -> Any:
+    """Give every unit of a model its own forward back, and return the user's model; PyTorch runs it from now on.
+
+    Parameters, optimizers and statistics stay as they are. Other ranks need not call.
+
+    Args:
+        model: a model that :func:`wrap` has returned, a copy or a part of one, or a DeepSpeed engine's module.
+    """
+    for engine in ("ortmodule", "compile"):
+        model = loading.load(engine).unwrap(model)
+    for running in registry.runtimes():
+        if running.module is model:
+            registry.unregister(running)
+    return model
 
 
 def report_on(running: RunningModel, section: config.Config, engine: str) -> None:

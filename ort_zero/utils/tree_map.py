@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,51 @@ def map_slots(function: Callable[[str, torch.Tensor], Any], value: Any) -> Any:
 def map_arguments(function: Callable[[str, torch.Tensor], Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Return positional and keyword arguments with every tensor replaced, see :func:`map_slots`."""
     return map_slots(function, args), map_slots(function, dict(kwargs))
+
+
+def map_attributes(function: Callable[[str, torch.Tensor], Any], value: Any) -> None:
+    """Replace in place the tensors in attributes of objects, such as namespaces, dataclasses and objects with slots.
+
+    The objects may be nested in `value`, in tuples, lists and dicts, whose own tensors stay. Modules are left out.
+    `function` is that of :func:`map_slots`.
+    """
+    waiting, seen = [value], set()
+    while waiting:
+        current = waiting.pop()
+        if id(current) in seen or isinstance(current, (torch.Tensor, torch.nn.Module, type, *_VALUES)):
+            continue
+        seen.add(id(current))
+        if isinstance(current, (tuple, list)):
+            waiting += current
+        elif isinstance(current, dict):
+            waiting += current.values()
+        for name, item in _attributes(current).items():
+            mapped = map_slots(function, item)
+            if mapped is not item:
+                object.__setattr__(current, name, mapped)  # a frozen dataclass has another __setattr__
+            waiting.append(mapped)
+
+
+_VALUES = (
+    types.NoneType,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    types.FunctionType,
+    types.MethodType,
+    types.ModuleType,
+)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes that an object itself has, also those in slots."""
+    slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    attributes = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return attributes | getattr(value, "__dict__", {})
 
 
 def _mapped(function: Callable[[str, Any], Any], value: Any, slot: str) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from ort_zero.compat import deepspeed_hooks, deepspeed_units
 from ort_zero.distributed.lone_failures import ended_unless_shared
+from ort_zero.utils.tree_map import map_attributes
 from ort_zero.zero3_hooks.hook_manager import SubscriberManager
 from ort_zero.zero3_hooks.subscriber_base import ModuleSubscriber
 
@@ -80,6 +81,10 @@ class AfterBackward(torch.autograd.Function):
         return (*grads, None)
 
 
+_PASSED = BeforeBackward._backward_cls
+"""The class of autograd nodes of outputs that have passed through an action."""
+
+
 class _ActionsHandle:
     """The handle that removes actions from their modules, so that a later engine does not run them."""
 
@@ -140,7 +145,9 @@ class ZeROOffloadSubscriber(ModuleSubscriber):
 
     def post_forward_module_apply(self, module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
         """Release the parameters of `module` after its forward."""
-        return self.hooks.post_forward(module, args, outputs)
+        # DeepSpeed looks for parameters among outputs, and cannot look into objects with slots
+        can_be_read = isinstance(outputs, (torch.Tensor, list, tuple, dict)) or hasattr(outputs, "__dict__")
+        return self.hooks.post_forward(module, args, outputs if can_be_read else None)
 
     def pre_forward_tensors(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         """Pass each input through :class:`AfterBackward`, a named one only for units.
@@ -155,5 +162,18 @@ class ZeROOffloadSubscriber(ModuleSubscriber):
         return args, {**kwargs, **named}
 
     def post_forward_tensors(self, module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
-        """Pass each output through :class:`BeforeBackward`."""
-        return self.hooks.pre_backward(module, args, outputs)
+        """Pass each output through :class:`BeforeBackward`, for units also those in attributes of objects.
+
+        DeepSpeed looks into tuples, lists and dicts. The modules inside of a unit, which gather their own weights in
+        DeepSpeed alone, have no hooks: the weights must be whole in the backward whatever holds the unit's results.
+        """
+        outputs = self.hooks.pre_backward(module, args, outputs)
+        if deepspeed_units.is_unit(module):
+            map_attributes(lambda _, tensor: self._before_backward(module, tensor), outputs)
+        return outputs
+
+    def _before_backward(self, module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a tensor of an object as it passes through the module's action; None for what another unit made."""
+        if isinstance(tensor.grad_fn, (type(None), _PASSED)):
+            return None
+        return getattr(module, deepspeed_hooks.BEFORE_BACKWARD).apply(tensor)

@@ -166,18 +166,18 @@ OF_THE_PROCESS: dict[str, Mutation] = {
 
 
 def _closure_cell(model: nn.Module) -> Undo:
-    cell = model[1].mlp.closed.__closure__[0]  # type: ignore[index, union-attr]
+    cell = model[1].mlp.closed.__closure__[0]
     before, cell.cell_contents = cell.cell_contents, 4.0
     return lambda: setattr(cell, "cell_contents", before)
 
 
 def _wrapping(model: nn.Module) -> Undo:
-    earlier = model[1].forward  # type: ignore[index]
-    return _set(lambda m: m[1], "forward", lambda x: earlier(x) * 2)(model)  # type: ignore[index]
+    earlier = model[1].forward
+    return _set(lambda m: m[1], "forward", lambda x: earlier(x) * 2)(model)
 
 
 def _part_in_eval_mode(model: nn.Module) -> Undo:
-    part = model[1].mlp  # type: ignore[index]
+    part = model[1].mlp
     part.drop.p = 0.5
     part.eval()
 
@@ -189,7 +189,7 @@ def _part_in_eval_mode(model: nn.Module) -> Undo:
 
 
 def _all_dropped(model: nn.Module) -> Undo:
-    drop = model[1].mlp.drop  # type: ignore[index]
+    drop = model[1].mlp.drop
     drop.p = 1.0
     return lambda: setattr(drop, "p", 0.0)
 
@@ -249,13 +249,13 @@ def _replaced(path: str, value: Callable[[nn.Module], Any]) -> Mutation:
 
 def _other_width(model: nn.Module) -> None:
     torch.manual_seed(3)
-    part = model[1].mlp  # type: ignore[index]
+    part = model[1].mlp
     part.up, part.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
 
 
 def _appended(model: nn.Module) -> Undo:
     torch.manual_seed(3)
-    extra = model[1].mlp.extra  # type: ignore[index]
+    extra = model[1].mlp.extra
     extra.append(nn.Linear(WIDTH, WIDTH))
     return lambda: extra.pop(1)
 

@@ -1,0 +1,105 @@
+"""Divide a graph of Dynamo where its inputs have gradients of different results: an auxiliary head, an early exit.
+
+AOTAutograd makes one autograd node of a graph. Whichever result a loss uses, the node then has gradients for all
+inputs, zeros where PyTorch has none: an optimizer's decay and momentum move weights that PyTorch leaves alone. Parts
+whose operations all lead to the same results have a node each, and autograd finds the nodes that a loss depends on.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.passes.split_module import split_module
+
+from ort_zero.compat.torch_compile import tree_leaves
+
+_MAX_PARTS = 6
+"""Parts of a graph from which PyTorch runs the unit: each part costs a fourth of a millisecond a call."""
+
+
+class TooManyPartsError(Exception):
+    """A graph whose inputs have gradients of different results cannot be divided into few parts."""
+
+
+def divided(module: GraphModule) -> GraphModule | None:
+    """Return a module that calls parts of a graph in order, as submodules; None where one graph is right.
+
+    Raises:
+        TooManyPartsError: the graph would have more than a few parts.
+    """
+    nodes = list(module.graph.nodes)
+    results = {node for node in tree_leaves(nodes[-1].args) if isinstance(node, Node) and _needs_gradient(node)}
+    leads_to = _results_of(nodes, results)
+    if len(results) < 2 or all(leads_to[node] in (set(), results) for node in nodes if node.op == "placeholder"):
+        return None
+    parts: dict[Node, int] = {}
+    number, current = 0, None
+    for node in nodes:
+        reached = leads_to[node]
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if reached and current is not None and reached != current:
+            number += 1
+        current = reached or current
+        parts[node] = number
+    if number >= _MAX_PARTS:
+        raise TooManyPartsError("its results lead to different parameters, in too many parts")
+    return split_module(module, module, lambda node: parts.get(node, 0), keep_original_order=True)
+
+
+def compile_parts(
+    whole: GraphModule, inputs: Sequence[Any], compile_part: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Compile the parts of a divided graph, and return a function that runs them in order.
+
+    Args:
+        whole: of :func:`divided`.
+        inputs: the example inputs of the whole graph.
+        compile_part: compiles a graph that returns a tuple.
+    """
+    values = dict(zip(whole.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    for node in whole.graph.nodes:
+        if node.target is operator.getitem:
+            values[node] = values[node.args[0]][node.args[1]]
+        if node.op != "call_module":
+            continue
+        part: Any = whole.get_submodule(str(node.target))
+        output = part.graph.find_nodes(op="output")[0]
+        returned = output.args[0]
+        values[node] = torch.fx.map_arg(returned, lambda each: each.meta["example_value"])
+        if not isinstance(returned, tuple):
+            output.args = ((returned,),)
+            part.recompile()
+        examples = [values[each] for each in node.args]
+        setattr(whole, str(node.target), _Part(compile_part(part, examples), isinstance(returned, tuple)))
+    return whole.forward
+
+
+class _Part(torch.nn.Module):
+    """Calls a compiled part, and returns what the part returned before it was compiled."""
+
+    def __init__(self, compiled: Callable[..., Any], returns_tuple: bool):
+        super().__init__()
+        self.compiled, self.returns_tuple = compiled, returns_tuple
+
+    def forward(self, *inputs: Any) -> Any:
+        results = self.compiled(*inputs)
+        return tuple(results) if self.returns_tuple else results[0]
+
+
+def _results_of(nodes: Sequence[Node], results: set[Node]) -> dict[Node, set[Node]]:
+    """Return the results whose gradients each node's gradient is made of."""
+    leads_to: dict[Node, set[Node]] = {}
+    for node in reversed(nodes):
+        users = (leads_to[user] for user in node.users) if _needs_gradient(node) else ()
+        leads_to[node] = set().union(*users, {node} & results)
+    return leads_to
+
+
+def _needs_gradient(node: Node) -> bool:
+    values = tree_leaves(node.meta.get("example_value"))
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)

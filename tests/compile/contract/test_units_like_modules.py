@@ -1,0 +1,636 @@
+"""A unit behaves as the module it stands for: missing gradients, tracers, copies, generation, classes of all kinds."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import ort_zero
+from ort_zero.compile.unit_forward import UnitForward, is_compiled
+
+WIDTH = 16
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def wrapped(model: nn.Module, **options: Any) -> nn.Module:
+    options = {"place": "ort", **options}
+    return ort_zero.wrap(model, backend="compile", compile=options, log_level="WARNING")
+
+
+def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """Return a plain model and an equal one that is wrapped."""
+    torch.manual_seed(0)
+    plain = make()
+    return plain, wrapped(copy.deepcopy(plain))
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+
+def batch() -> torch.Tensor:
+    return torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def backwards(model: nn.Module) -> int:
+    """Return the number of backwards in ONNX Runtime of the newest model."""
+    assert model is not None
+    return ort_zero.status()["models"][-1]["graph_runs"].get("backward", 0)
+
+
+# -- gradients that PyTorch does not have ------------------------------------------------------------------------------
+
+
+class TwoResults(nn.Module):
+    """A main result and one of an auxiliary head, of layers that share a part and have a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.main, self.aux = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.unused, self.frozen = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x):
+        shared = torch.tanh(self.shared(x))
+        return x + self.main(self.frozen(shared)), self.aux(shared)
+
+
+class AuxiliaryHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(TwoResults() for _ in range(2))
+
+    def forward(self, x):
+        heads = []
+        for layer in self.layers:
+            x, head = layer(x)
+            heads.append(head)
+        return x, *heads
+
+
+LOSSES: dict[str, Callable[[tuple], torch.Tensor]] = {
+    "main": lambda results: results[0].square().mean(),
+    "first head": lambda results: results[1].square().mean(),
+    "second head": lambda results: results[2].square().mean(),
+    "all": lambda results: sum(each.square().mean() for each in results),
+    "heads": lambda results: results[1].mean() + results[2].square().mean(),
+    "a part of a head": lambda results: results[1][0].sum(),
+    "times zero": lambda results: results[0].square().mean() + 0.0 * results[1].sum(),
+}
+
+
+@pytest.mark.parametrize("is_compiled_by_torch", [False, True])
+def test_a_parameter_has_a_gradient_exactly_when_it_has_one_in_pytorch(is_compiled_by_torch):
+    plain, ours = pair(AuxiliaryHeads)
+    if is_compiled_by_torch:
+        ours = copy.deepcopy(plain)
+        for layer in ours.layers:
+            layer.compile(backend="ort_zero")
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1) for model in (plain, ours)]
+    for name in [*LOSSES, "main", "first head"]:
+        gradients = []
+        for model, optimizer in zip((plain, ours), optimizers):
+            optimizer.zero_grad()
+            x = batch().requires_grad_()
+            LOSSES[name](model(x)).backward()
+            gradients.append({n: p.grad for n, p in model.named_parameters()} | {"input": x.grad})
+            optimizer.step()
+        without = [{n for n, gradient in each.items() if gradient is None} for each in gradients]
+        assert without[0] == without[1], name
+        assert_close(*({n: g for n, g in each.items() if g is not None} for each in gradients))
+        if name == "first head":
+            assert {"layers.0.main.weight", "layers.1.aux.weight", "layers.0.unused.weight"} <= without[0]
+    assert_close(ours.state_dict(), plain.state_dict())
+    assert backwards(ours) >= 12
+
+
+def test_sizes_that_change_and_gradients_that_are_missing():
+    plain, ours = pair(AuxiliaryHeads)
+    for rows, name in ((4, "all"), (6, "main"), (3, "second head"), (5, "first head"), (5, "all")):
+        gradients = []
+        for model in (plain, ours):
+            model.zero_grad()
+            LOSSES[name](model(torch.ones(rows, WIDTH))).backward()
+            gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        assert gradients[0].keys() == gradients[1].keys()
+        assert_close(*gradients)
+
+
+def test_hooks_on_gradients_and_accumulation_see_what_they_see_in_pytorch():
+    plain, ours = pair(AuxiliaryHeads)
+    seen: list[list[str]] = []
+    for model in (plain, ours):
+        calls: list[str] = []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient, name=name, calls=calls: calls.append(name))
+                parameter.register_post_accumulate_grad_hook(lambda p, name=name, calls=calls: calls.append(f"{name}!"))
+        for step in range(4):
+            LOSSES["all" if step == 1 else "main"](model(batch())).backward()
+        model.zero_grad(set_to_none=False)
+        LOSSES["main"](model(batch())).backward()
+        seen.append(sorted(calls))
+    assert seen[0] == seen[1]
+    assert_close(*({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (plain, ours)))
+
+
+def test_unused_gradients_are_refused_or_none_as_in_pytorch():
+    for model in pair(AuxiliaryHeads):
+        loss, weights = LOSSES["main"](model(batch())), [model.layers[0].main.weight, model.layers[0].aux.weight]
+        with pytest.raises(RuntimeError, match="appears to not have been used"):
+            torch.autograd.grad(loss, weights, retain_graph=True)
+        main, aux = torch.autograd.grad(loss, weights, allow_unused=True)
+        assert main is not None and aux is None
+
+
+class Told(torch.autograd.Function):
+    """Tells a missing gradient from zeros."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def backward(ctx, of_sine, of_cosine):
+        (x,) = ctx.saved_tensors
+        gradient = of_sine * x.cos()
+        return 2 * gradient if of_cosine is None else gradient - of_cosine * x.sin()
+
+
+class Telling(Block):
+    def forward(self, x):
+        return x + self.down(Told.apply(self.up(x))[0])
+
+
+def test_a_function_that_tells_missing_gradients_from_zeros_runs_in_pytorch():
+    plain, ours = pair(lambda: nn.Sequential(nn.Sequential(Telling(), Telling()), nn.Sequential(Block(), Block())))
+    for model in (plain, ours):
+        model(batch()).square().mean().backward()
+    assert_close([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+    status = ort_zero.status()["models"][-1]
+    assert "set_materialize_grads" in status["failures"]["0"] and status["units"] == ["1"]
+
+
+# -- whoever takes a model apart gets the user's own -------------------------------------------------------------------
+
+
+class Noting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class NotingFunctions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(getattr(function, "__name__", ""))
+        return function(*args, **(kwargs or {}))
+
+
+def _noted(model: nn.Module) -> Any:
+    with Noting() as mode:
+        y = model(batch())
+    return y, mode.seen
+
+
+def _counted(model: nn.Module) -> Any:
+    with FlopCounterMode(display=False) as mode:
+        model(batch()).sum().backward()
+    return mode.get_total_flops()
+
+
+def _faked(model: nn.Module) -> Any:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return [list(model(torch.empty(4, WIDTH)).shape) for _ in range(2)]
+
+
+def _fake_argument(model: nn.Module) -> Any:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return list(model(mode.from_tensor(batch())).shape)
+
+
+def _batched_gradients(model: nn.Module) -> Any:
+    weight = next(model.parameters())
+    vectors = torch.eye(4).unsqueeze(-1).expand(4, 4, WIDTH)
+    return torch.autograd.grad(model(batch()), weight, vectors, is_grads_batched=True)
+
+
+def _vmapped_gradients(model: nn.Module) -> Any:
+    x = batch().requires_grad_()
+    y = model(x)
+    return torch.func.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0])(torch.randn(3, 4, WIDTH))
+
+
+def _traced(model: nn.Module) -> Any:
+    traced: Any = torch.jit.trace(model, (batch(),))
+    return traced(2 * batch())
+
+
+def _symbolic(model: nn.Module) -> Any:
+    traced = torch.fx.symbolic_trace(model)
+    return traced(batch()), [node.op for node in traced.graph.nodes]
+
+
+def _exported(model: nn.Module) -> Any:
+    exported = torch.export.export(model, (batch(),))
+    return exported.module()(batch()), [str(node.target) for node in exported.graph.nodes]
+
+
+def _compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="aot_eager", fullgraph=True)(batch())
+
+
+def _quantized(model: nn.Module) -> Any:
+    quantized = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, dtype=torch.qint8)
+    return quantized(batch()), [type(each).__module__ for each in quantized.modules()]
+
+
+APART: dict[str, Callable[[nn.Module], Any]] = {
+    "torch.jit.trace": _traced,
+    "torch.fx.symbolic_trace": _symbolic,
+    "torch.export": _exported,
+    "torch.compile": _compiled,
+    "quantize_dynamic": _quantized,
+    "copy on the meta device": lambda model: list(copy.deepcopy(model).to("meta")(batch().to("meta")).shape),
+    "fake tensors": _faked,
+    "a fake argument": _fake_argument,
+    "dispatch mode": _noted,
+    "FlopCounterMode": _counted,
+    "vectorized jacobian": lambda model: torch.autograd.functional.jacobian(model, batch(), vectorize=True),
+    "is_grads_batched": _batched_gradients,
+    "vmap over gradients": _vmapped_gradients,
+    "vmap": lambda model: torch.func.vmap(model)(batch()),
+    "jacrev": lambda model: torch.func.jacrev(model)(batch()),
+    "jvp": lambda model: torch.func.jvp(model, (batch(),), (batch(),)),
+    "functional_call": lambda model: torch.func.functional_call(
+        model, {name: 2 * value for name, value in model.state_dict().items()}, batch()
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("is_warm", [True, False])
+def test_whoever_takes_a_model_apart_gets_the_users_own(is_warm):
+    plain, ours = pair(blocks)
+    for name, apart in APART.items():
+        if is_warm:
+            ours(batch()).sum().backward()
+        results = []
+        for model in (plain, ours):
+            torch.manual_seed(3)
+            results.append(apart(model))
+        if isinstance(results[0], tuple) and isinstance(results[0][-1], list):
+            assert results[0][1] == results[1][1], name
+            results = [each[0] for each in results]
+        try:
+            torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+        ours(batch()).sum().backward()
+        units = ort_zero.status()["models"][-1]
+        assert units["units"] == ["0", "1", "2"] and not units["failures"], name
+
+
+def test_a_vectorized_hessian_is_that_of_pytorch():
+    models = pair(blocks)
+    hessians = [
+        torch.autograd.functional.hessian(lambda x: model(x).square().sum(), batch()[:1], vectorize=True)
+        for model in models
+    ]
+    assert_close(hessians[1], hessians[0])
+    assert "differentiated" in ort_zero.status()["models"][-1]["fallback_reason"]
+
+
+def test_torch_onnx_exports_the_users_own(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    nodes = []
+    for index, model in enumerate(pair(blocks)):
+        model(batch()).sum().backward()
+        path = str(tmp_path / f"{index}.onnx")
+        torch.onnx.export(model, (batch(),), path, dynamo=False)
+        nodes.append([node.op_type for node in onnx.load(path).graph.node])
+    assert nodes[0] == nodes[1] and nodes[0]
+
+
+def test_a_mode_of_torch_functions_sees_each_function():
+    seen = []
+    for model in pair(blocks):
+        model(batch())
+        with NotingFunctions() as mode:
+            model(batch())
+        seen.append([name for name in mode.seen if name in ("linear", "relu")])
+    assert seen[0] == seen[1] and len(seen[0]) == 9
+
+
+def test_unwrap_gives_every_unit_its_forward_back():
+    _, ours = pair(blocks)
+    ours(batch()).sum().backward()
+    other = copy.deepcopy(ours)
+    assert is_compiled(other[0])
+    assert ort_zero.unwrap(ours) is ours
+    assert not any("forward" in vars(module) for module in ours.modules())
+    assert all(running["module"] != "Sequential" for running in ort_zero.status()["models"])
+    assert ort_zero.unwrap(other) is other and not is_compiled(other[0])
+    wrapped(ours)
+    ours(batch()).sum().backward()
+    assert backwards(ours) == 3
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def _dict_copy(unit: nn.Module) -> nn.Module:
+    clone = type(unit).__new__(type(unit))
+    vars(clone).update(vars(unit))
+    return clone
+
+
+def _subclassed(unit: nn.Module) -> nn.Module:
+    clone = copy.copy(unit)
+    clone.__class__ = type("Sub", (type(unit),), {"forward": lambda self, x: 3 * nn.functional.linear(x, self.weight)})
+    return clone
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "copy.copy": copy.copy,
+    "__dict__": _dict_copy,
+    "replica": lambda unit: unit._replicate_for_data_parallel(),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda unit: pickle.loads(pickle.dumps(unit)),
+    "copy of a deepcopy": lambda unit: copy.copy(copy.deepcopy(unit)),
+    "deepcopy of a copy": lambda unit: copy.deepcopy(copy.copy(unit)),
+    "subclass": _subclassed,
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("is_warm", [True, False])
+def test_the_object_that_is_called_is_the_one_whose_weights_count(name, is_warm):
+    results = []
+    for model in pair(lambda: nn.Linear(WIDTH, WIDTH)):
+        if is_warm:
+            model(batch()).sum().backward()
+            model.zero_grad()
+        clone = COPIES[name](model)
+        clone._parameters = {n: nn.Parameter(torch.full_like(p, 0.5)) for n, p in model._parameters.items()}
+        for each in ("weight", "bias"):
+            vars(clone).pop(each, None)  # a replica has plain tensors as attributes
+        first = clone(batch())
+        model(batch())
+        second = clone(batch())
+        (first + second).square().sum().backward()
+        assert model.weight.grad is None
+        results.append((first, second, clone.weight.grad))
+    assert_close(results[1], results[0])
+
+
+def test_a_shallow_copy_keeps_its_own_mode_and_hooks():
+    for model in pair(lambda: nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(1.0)))):
+        unit = model[0]
+        assert unit(batch()).abs().sum() == 0
+        clone = copy.copy(unit)
+        clone._modules = {"0": unit[0], "1": nn.Dropout(0.0)}
+        assert clone(batch()).abs().sum() > 0 and unit(batch()).abs().sum() == 0
+        assert clone.forward(batch()).abs().sum() > 0, "its forward is its own after the first call"
+
+
+# -- calls without gradients -------------------------------------------------------------------------------------------
+
+
+class Cache:
+    def __init__(self):
+        self.states: list[torch.Tensor] = []
+
+
+class Cached(Block):
+    def forward(self, x, cache=None):
+        if cache is not None:
+            cache.states.append(x)
+            x = x + torch.cat(cache.states).mean(0)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("place", ["ort", "measured"])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_generation_makes_no_graphs(place, is_training):
+    model = wrapped(nn.Sequential(*(Cached() for _ in range(2))), place=place)
+    for _ in range(2):
+        model(batch()).sum().backward()
+    before = ort_zero.status()["models"][-1]["compiled"]["graphs"]
+    model.train(is_training)
+    with torch.no_grad():
+        for _ in range(2):
+            caches = Cache(), Cache()
+            for _ in range(6):
+                x = batch()[:1]
+                for layer, cache in zip(model, caches):
+                    x = layer(x, cache=cache)
+    assert ort_zero.status()["models"][-1]["compiled"]["graphs"] == before
+    model.train()
+    model(batch()).sum().backward()
+    assert backwards(model) == 6 and not ort_zero.status()["models"][-1]["failures"]
+
+
+def test_sizes_that_keep_changing_without_gradients_make_no_graphs():
+    plain, ours = pair(blocks)
+    ours(batch()).sum().backward()
+    graphs = []
+    with torch.no_grad():
+        for rows in range(2, 9):
+            assert_close(ours(torch.ones(rows, WIDTH)), plain(torch.ones(rows, WIDTH)))
+            graphs.append(ort_zero.status()["models"][-1]["compiled"]["graphs"])
+    assert graphs[1:] == [graphs[1]] * 6, "sizes become symbolic with the second, and no other graph is made"
+
+
+def test_an_evaluation_is_compiled_once_it_is_worth_the_graphs(monkeypatch):
+    from ort_zero.compile import class_forward
+
+    seconds = iter(range(10_000))
+    make = class_forward.ClassForward.__init__
+    monkeypatch.setattr(
+        class_forward.ClassForward,
+        "__init__",
+        lambda self, function, compiled, in_ort: make(self, function, compiled, in_ort, lambda: float(next(seconds))),
+    )
+    torch.manual_seed(0)
+    model = wrapped(blocks(), place="measured").eval()
+    counts = []
+    with torch.no_grad():
+        for _ in range(9):
+            model(batch())
+            counts.append(ort_zero.status()["models"][-1]["graph_runs"].get("inference", 0))
+    assert counts[5] == 0 and counts[-1] > 0, "20 seconds are over in the seventh call of three units"
+
+
+# -- heads and their losses --------------------------------------------------------------------------------------------
+
+
+def test_a_head_goes_on_leaving_its_logits_to_the_loss():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 8), nn.Sequential(Narrow(), Narrow()), nn.Linear(8, 4096))
+    model = wrapped(model, place="measured")
+    tokens = torch.arange(16)
+    for _ in range(100):
+        nn.functional.cross_entropy(model(tokens), tokens).backward()
+    compiled = ort_zero.status()["models"][-1]["compiled"]
+    assert compiled["losses_in_chunks"] == 100
+
+
+class Narrow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+# -- classes with methods of their own ---------------------------------------------------------------------------------
+
+
+class Stubborn(Block):
+    """Replaces methods of ``nn.Module`` by others, as a user may."""
+
+    def parameters(self):
+        return [self.up.weight]
+
+    def named_parameters(self):
+        return {"up": self.up.weight}
+
+    def children(self):
+        raise RuntimeError("children")
+
+    def modules(self):
+        raise RuntimeError("modules")
+
+    def named_modules(self):
+        raise RuntimeError("named_modules")
+
+    def named_children(self):
+        raise RuntimeError("named_children")
+
+    def buffers(self):
+        raise RuntimeError("buffers")
+
+    def state_dict(self):
+        raise RuntimeError("state_dict")
+
+    def train(self):
+        return self
+
+    def __len__(self):
+        return 0
+
+    def __bool__(self):
+        raise RuntimeError("bool")
+
+    def __eq__(self, other):
+        raise RuntimeError("eq")
+
+    __hash__ = None
+
+    @property
+    def raises(self):
+        raise ValueError("a property")
+
+
+class Delegating(Block):
+    """Looks attributes up in one of its layers."""
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("up"), name)
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+
+
+class Learner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.vars = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x):
+        for weight in self.vars:
+            x = nn.functional.linear(x, weight).relu()
+        return x
+
+    def parameters(self):
+        return self.vars
+
+
+@pytest.mark.parametrize("kind", [Stubborn, Delegating, Learner])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_class_with_methods_of_its_own_is_wrapped(kind, is_part):
+    torch.manual_seed(0)
+    unit = kind()
+    weights = (
+        [each for part in (unit.vars,) for each in part] if kind is Learner else [unit.up.weight, unit.down.weight]
+    )
+    model = nn.Sequential(unit) if is_part else unit
+    results = []
+    for is_wrapped in (False, True):
+        model = wrapped(model) if is_wrapped else model
+        for weight in weights:
+            weight.grad = None
+        y = model(batch())
+        y.square().sum().backward()
+        results.append([y.detach(), *(weight.grad.clone() for weight in weights)])
+    assert_close(results[1], results[0])
+    assert isinstance(vars(model)["forward"], UnitForward)
+    failures = ort_zero.status()["models"][-1]["failures"]
+    assert (backwards(model) == 1) != bool(failures), failures
+    assert bool(failures) == (kind is Stubborn), failures
+
+
+# -- results of any class ----------------------------------------------------------------------------------------------
+
+
+def test_results_in_objects_come_back_as_in_pytorch():
+    class Namespace(Block):
+        def forward(self, x):
+            return SimpleNamespace(features=super().forward(x if isinstance(x, torch.Tensor) else x.features), n=1)
+
+    plain, ours = pair(lambda: nn.Sequential(Namespace(), Namespace()))
+    for model in (plain, ours):
+        model(batch()).features.square().sum().backward()
+    assert_close([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+    assert backwards(ours) == 2
