@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -85,8 +86,47 @@ def compile_function(
         name = "recompile_limit" if hasattr(dynamo_config, "recompile_limit") else "cache_size_limit"
         setattr(dynamo_config, name, max(getattr(dynamo_config, name), RECOMPILE_LIMIT))
     _leave_guards_untimed()
-    optimize = torch._dynamo.optimize(backend, guard_export_fn=guards_made, guard_fail_fn=guard_failed, **options)
+    optimize: Any = torch._dynamo.optimize(backend, guard_export_fn=guards_made, guard_fail_fn=guard_failed, **options)
+    convert = optimize.callback
+
+    @functools.wraps(convert)  # with the attributes by which torch finds the backend
+    def convert_with_options(*args: Any, **kwargs: Any) -> Any:
+        with _tracing, dynamo_config.patch(_DYNAMO_OPTIONS), _leaving_generators_to_python():
+            return convert(*args, **kwargs)
+
+    optimize.callback = convert_with_options
     return optimize(function)
+
+
+_DYNAMO_OPTIONS = {"use_numpy_random_stream": True}
+"""Dynamo's settings while it traces a unit; the user's own ``torch.compile`` keeps torch's.
+
+Otherwise NumPy's random functions in a graph draw from torch's generator."""
+_tracing = threading.RLock()
+"""Held while :data:`_DYNAMO_OPTIONS` are set, so that no other thread restores them too early, or keeps them."""
+
+
+@contextmanager
+def _leaving_generators_to_python() -> Iterator[None]:
+    """Have Python call ``random.Random`` and the methods of such objects while Dynamo traces.
+
+    Dynamo makes the state that an object has at the trace, and the one that its draws leave, constants of the graph.
+    """
+    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.variables.misc import RandomVariable
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise Unsupported("a generator of random numbers that Python draws from")
+
+    ours = {"__init__": refuse, "is_supported_random_obj": staticmethod(lambda generator: False)}
+    before = {name: vars(RandomVariable)[name] for name in ours}
+    try:
+        for name, function in ours.items():
+            setattr(RandomVariable, name, function)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(RandomVariable, name, function)
 
 
 def allocation_on(device: torch.device) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
