@@ -1,4 +1,4 @@
-"""Replace calls of Dynamo's graphs by operators for both runtimes, or by those that compute what eager PyTorch does."""
+"""Replace calls of Dynamo's graphs by operators that both runtimes have, or that have eager PyTorch's gradient."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _AS_EAGER: dict[str, Callable[..., torch.Tensor]] = {
     "hardshrink": torch.hardshrink,
     "prod": lambda x, dim=None, keepdim=False: x.prod() if dim is None else x.prod(int(dim), bool(keepdim)),
 }
-"""Functions whose gradient a trace writes in another way than eager PyTorch computes it. That of a product depends on
-the number of zeros, that of ``hardshrink`` on the place of NaN."""
+"""Functions whose gradient a trace writes in another way than eager PyTorch computes it. A product's
+gradient depends on the number of zeros, the gradient of ``hardshrink`` on the place of NaN."""
 
 
 @torch.library.custom_op("ort_zero::as_eager", mutates_args=())
