@@ -65,8 +65,8 @@ class OrtModuleConfig(_Strict):
 class CompileConfig(_Strict):
     """The section ``ort_zero.compile``: how the compile backend runs the model."""
 
-    verify: Literal["first", "always", "off"] = "first"
-    """Compare each segment with PyTorch at its first run, at every run, or never."""
+    verify: Literal["sampled", "always", "off"] = "sampled"
+    """Compare each segment with PyTorch at its first run and at samples of later runs, at every run, or never."""
     place: Literal["measured", "ort"] = "measured"
     """"measured": the faster of ONNX Runtime and PyTorch runs a segment. "ort": ONNX Runtime runs all that it can."""
     fuse_loss: Literal["auto", "on", "off"] = "auto"

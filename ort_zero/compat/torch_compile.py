@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -90,34 +91,50 @@ def compile_function(
         setattr(dynamo_config, name, max(getattr(dynamo_config, name), RECOMPILE_LIMIT))
     _leave_guards_untimed()
     optimize: Any = torch._dynamo.optimize(backend, guard_export_fn=guards_made, guard_fail_fn=guard_failed, **options)
-    optimize.callback = _Conversion(optimize.callback)
+    convert = optimize.callback
+
+    @functools.wraps(convert)  # with the attributes by which torch finds the backend
+    def convert_with_options(*args: Any, **kwargs: Any) -> Any:
+        global _conversions
+        _conversions += 1
+        with _tracing, dynamo_config.patch(_DYNAMO_OPTIONS), _leaving_generators_to_python():
+            return convert(*args, **kwargs)
+
+    optimize.callback = convert_with_options
     return optimize(function)
 
 
-_DYNAMO_OPTIONS: dict[str, Any] = {"skip_nnmodule_hook_guards": False}
-"""Settings of Dynamo for our compilations; those of the user's own ``torch.compile`` stay as they are."""
+_DYNAMO_OPTIONS = {"skip_nnmodule_hook_guards": False, "use_numpy_random_stream": True}
+"""Dynamo's settings while it traces a unit; the user's own ``torch.compile`` keeps torch's.
 
-
-class _Conversion:
-    """Dynamo's conversion of a frame, with the settings of :data:`_DYNAMO_OPTIONS` while it works.
-
-    Args:
-        convert: Dynamo's own conversion.
-    """
-
-    def __init__(self, convert: Callable[..., Any]):
-        self._torchdynamo_orig_backend = convert  # by this name Dynamo looks for the backend, also in C++
-        functools.update_wrapper(self, convert, updated=())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Convert a frame."""
-        global _conversions
-        _conversions += 1
-        with dynamo_config.patch(_DYNAMO_OPTIONS):
-            return self._torchdynamo_orig_backend(*args, **kwargs)
-
-
+By torch's own, a graph goes on without hooks that were added later, and NumPy's random functions in a graph draw from
+torch's generator."""
 _conversions = 0
+_tracing = threading.RLock()
+"""Held while :data:`_DYNAMO_OPTIONS` are set, so that no other thread restores them too early, or keeps them."""
+
+
+@contextmanager
+def _leaving_generators_to_python() -> Iterator[None]:
+    """Have Python call ``random.Random`` and the methods of such objects while Dynamo traces.
+
+    Dynamo makes the state that an object has at the trace, and the one that its draws leave, constants of the graph.
+    """
+    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.variables.misc import RandomVariable
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise Unsupported("a generator of random numbers that Python draws from")
+
+    ours = {"__init__": refuse, "is_supported_random_obj": staticmethod(lambda generator: False)}
+    before = {name: vars(RandomVariable)[name] for name in ours}
+    try:
+        for name, function in ours.items():
+            setattr(RandomVariable, name, function)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(RandomVariable, name, function)
 
 
 def conversions() -> int:

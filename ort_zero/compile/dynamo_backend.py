@@ -24,7 +24,7 @@ from ort_zero.compile.memory import Kept
 from ort_zero.compile.missing_gradients import without_missing_gradients
 from ort_zero.compile.module_paths import is_below
 from ort_zero.compile.partition import decompositions
-from ort_zero.compile.patterns import replace_compositions
+from ort_zero.compile.patterns import keep_gradients_of_eager, replace_compositions
 from ort_zero.compile.plan import Segment, make_plan
 from ort_zero.compile.recompilations import Recompilations
 from ort_zero.compile.result_groups import compile_parts, divided
@@ -73,6 +73,7 @@ class Compiler:
         reason = self.recompilations.note_graph()
         graph_passes.follow_gradients(module)
         replace_compositions(module)
+        keep_gradients_of_eager(module)
         fuse_head_and_loss(module, self.products_of, self.settings.loss_devices)
         parts = divided(module) if torch.is_grad_enabled() else None
         if parts is not None:

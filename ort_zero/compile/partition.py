@@ -27,19 +27,19 @@ from ort_zero.statistics.collect import graph_passes
 aten = torch.ops.aten
 _WHOLE = frozenset(
     "_log_softmax _log_softmax_backward_data _native_batch_norm_legit_functional "
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward "
-    "_softmax _softmax_backward_data binary_cross_entropy binary_cross_entropy_backward elu_backward "
-    "embedding_dense_backward gelu gelu_backward glu_backward hardsigmoid hardsigmoid_backward hardswish "
-    "hardswish_backward hardtanh_backward huber_loss huber_loss_backward leaky_relu_backward linspace "
-    "log_sigmoid_backward log_sigmoid_forward mish mish_backward mse_loss mse_loss_backward "
-    "native_batch_norm native_batch_norm_backward native_dropout native_dropout_backward "
-    "native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward "
-    "nll_loss2d_backward nll_loss2d_forward nll_loss_backward nll_loss_forward select_backward "
-    "sigmoid_backward silu silu_backward slice_backward smooth_l1_loss smooth_l1_loss_backward softplus "
-    "softplus_backward tanh_backward threshold_backward upsample_bilinear2d upsample_nearest2d".split()
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward _softmax "
+    "_softmax_backward_data binary_cross_entropy binary_cross_entropy_backward elu_backward embedding_dense_backward "
+    "gelu gelu_backward glu_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh_backward "
+    "huber_loss huber_loss_backward index_add index_copy index_fill leaky_relu_backward linspace log_sigmoid_backward "
+    "log_sigmoid_forward mish mish_backward mse_loss mse_loss_backward native_batch_norm native_batch_norm_backward "
+    "native_dropout native_dropout_backward native_group_norm native_group_norm_backward native_layer_norm "
+    "native_layer_norm_backward nll_loss2d_backward nll_loss2d_forward nll_loss_backward nll_loss_forward "
+    "select_backward sigmoid_backward silu silu_backward slice_backward smooth_l1_loss smooth_l1_loss_backward "
+    "softplus softplus_backward std std_mean tanh_backward threshold_backward upsample_bilinear2d "
+    "upsample_nearest2d".split()
 )
 """Operators that one of the two runtimes has as one kernel: they are not decomposed. (torch 2.13 decomposes linspace of
-integers into other numbers.)"""
+integers into other numbers, and ``index_add`` and its like into calls that take negative indices.)"""
 
 _COMPARISONS = frozenset(getattr(aten, name).Tensor for name in ("eq", "ne", "ge", "gt", "le", "lt"))
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

@@ -179,13 +179,16 @@ class ModelRecord:
     def as_dict(self) -> dict[str, Any]:
         """Return the record as plain values."""
         segments = [segment for graph in self.graphs for segment in graph.segments]
+        trials = {id(segment.trial): segment.trial for segment in segments}.values()
         return {
             "graphs": len(self.graphs),
             "dynamo_graphs": self.dynamo_graphs,
             "losses_in_chunks": self.losses,
             "segments": len(segments),
             "segments_in_torch": len(segments) - len(self._segments_in_ort()),
-            "runs": sum(trial.runs for trial in {id(s.trial): s.trial for s in segments}.values()),
+            "runs": sum(trial.runs for trial in trials),
+            "checked_runs": sum(trial.checks for trial in trials),
+            "check_seconds": sum(trial.check_seconds for trial in trials),
             "flop_share": self.flop_share(),
             "in_torch": dict(sum((graph.in_torch for graph in self.graphs), Counter())),
             "reasons": {name: why for graph in self.graphs for name, why in graph.reasons.items()},

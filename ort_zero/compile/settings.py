@@ -9,7 +9,7 @@ from typing import Any
 
 from ort_zero.errors import ConfigError
 
-VERIFY = ("first", "always", "off")
+VERIFY = ("sampled", "always", "off")
 PLACE = ("measured", "ort")
 FUSE_LOSS = ("auto", "on", "off")
 
@@ -18,8 +18,9 @@ FUSE_LOSS = ("auto", "on", "off")
 class Settings:
     """How models run in ONNX Runtime through ``torch.compile``."""
 
-    verify: str = "first"
-    """Compare each segment with PyTorch at its first run, at every run, or never: ``first``, ``always``, ``off``."""
+    verify: str = "sampled"
+    """Compare each segment with PyTorch at its first run and at samples of later runs, at every run, or never:
+    ``sampled``, ``always``, ``off``."""
     place: str = "measured"
     """``measured``: the faster of ONNX Runtime and PyTorch runs a segment. ``ort``: ONNX Runtime runs all it can."""
     fuse_loss: str = "auto"

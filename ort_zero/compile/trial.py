@@ -1,4 +1,4 @@
-"""Decide whether ONNX Runtime or PyTorch runs a segment: PyTorch checks the first run, and both are timed.
+"""Decide whether ONNX Runtime or PyTorch runs a segment: PyTorch checks the first run and later ones, both are timed.
 
 Equal segments of a process share one trial. Ranks share the result through the store of ``torch.distributed``: the
 first rank that decides writes its decision, and the others read it. No rank waits for another.
@@ -29,8 +29,15 @@ _CLOSE_RUNS = 8
 one of the turns. That happens when another program takes the processor for a while."""
 _CLOSE = 0.8
 """The times of two runtimes are close where the shorter one is more than this share of the longer one."""
-_POLLED = frozenset(1 << n for n in range(3, 40))
-"""Numbers of runs after which a rank asks whether another rank has found the segment wrong."""
+_SPACING = 1024
+"""Runs from one sample to the next one, once that many have passed; up to there each sample doubles the number.
+At each a rank also asks whether another rank has found the segment wrong."""
+_SAMPLED_SHARE = 0.004
+"""Share of the process's CPU time that samples may take; while they have taken more, a sample that is due waits."""
+_sampled = {"seconds": 0.0}
+"""CPU seconds of all samples of this process; first runs are no samples."""
+_SIZES = 64
+"""Number of combinations of sizes whose first run is checked."""
 _PART = 1 << 20
 """Number of elements of a large result that are compared at a time."""
 _FACTOR = 8
@@ -87,8 +94,16 @@ class Trial:
     """Whether ONNX Runtime failed or computed something else."""
     runs: int = 0
     """Number of runs on this rank."""
+    due: int = 2
+    """Number of the next run that is looked at: checked, if checks are sampled."""
     is_checked: bool = False
     """Whether PyTorch has checked a run; an error of PyTorch or Ctrl-C may end the first check early."""
+    checks: int = 0
+    """Number of runs that PyTorch has checked on this rank."""
+    check_seconds: float = 0.0
+    """CPU seconds of PyTorch's runs and of comparisons in these checks."""
+    sizes: set[Any] = field(default_factory=set)
+    """The combinations of sizes of checked runs."""
     gain: float | None = None
     """Seconds that a run in ONNX Runtime saves, negative if it takes longer; None if nobody has measured it."""
     _times: list[float] = field(default_factory=list)
@@ -99,17 +114,13 @@ class Trial:
         """Whether ONNX Runtime runs the segment without further checks."""
         return self.runner is Runner.ONNXRUNTIME and self.verify != "always"
 
-    @property
-    def is_polled(self) -> bool:
-        """Whether the next run asks if another rank has found the segment wrong."""
-        return self.runs + 1 in _POLLED
-
     def run(
         self,
         by_ort: Callable[[], Outputs],
         by_torch: Callable[[], Outputs],
         judges: Judges,
         agreement: Agreement,
+        sizes: Any = None,
     ) -> Outputs:
         """Return the results of one run, and decide on what follows.
 
@@ -118,24 +129,46 @@ class Trial:
             by_torch: runs the segment in PyTorch.
             judges: returns what the two are compared with where they differ.
             agreement: the decisions of all ranks.
+            sizes: the sizes of inputs and results, hashable.
         """
         self.runs += 1
         if self.runner is Runner.TORCH:
             return by_torch()
         needs_check = self.verify == "always" or not self.is_checked
+        if self.verify == "sampled" and sizes not in self.sizes and len(self.sizes) < _SIZES:
+            needs_check = True
         if (self.is_settled or needs_check) and (failure := agreement.failure(self.key)):
             self._fail(failure, agreement)
             return by_torch()
+        is_sample = self.is_settled and not needs_check and self._takes_sample()
         try:
+            if needs_check or is_sample:
+                before = self.check_seconds
+                results = self._checked(by_ort, by_torch, judges, agreement)
+                _sampled["seconds"] += is_sample * (self.check_seconds - before)
+                if self.verify == "sampled":
+                    self.sizes.add(sizes)
+                return results
             if self.is_settled:
                 return _in_ort(by_ort)
-            if needs_check:
-                return self._checked(by_ort, by_torch, judges, agreement)
             return self._timed(by_ort, by_torch, agreement)
         except _SessionError as error:
             results = by_torch()  # raises where the inputs are wrong
             self.fail(error, agreement)
         return results
+
+    def _takes_sample(self) -> bool:
+        """Return True if a settled run is a sample, and set which run is looked at next.
+
+        Samples are the runs 2, 4, 8 ... 1024, 2048, 3072 ...; one that the CPU time does not allow waits.
+        """
+        if self.runs < self.due:
+            return False
+        if self.verify == "sampled" and _sampled["seconds"] > _SAMPLED_SHARE * time.process_time():
+            self.due = self.runs + 1 + self.runs // 8
+            return False
+        self.due = 1 << self.runs.bit_length() if self.runs < _SPACING else (self.runs // _SPACING + 1) * _SPACING
+        return self.verify == "sampled"
 
     def fail(self, error: Exception, agreement: Agreement) -> None:
         """Have PyTorch run the segment from now on, on all ranks, since its session failed in a run."""
@@ -150,8 +183,11 @@ class Trial:
     ) -> Outputs:
         results = _in_ort(by_ort)
         if self.verify != "off":
+            begin = time.process_time()
             wanted = by_torch()
             difference = explain_difference(results, wanted, judges)
+            self.checks += 1
+            self.check_seconds += time.process_time() - begin
             if difference is not None:
                 self._fail(difference, agreement)
                 return wanted

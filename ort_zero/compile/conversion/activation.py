@@ -34,7 +34,10 @@ def _threshold_backward(b: Builder, out: Value, gradient: Value, x: Value, thres
 def _gelu(b: Builder, out: Value, x: Value, approximate: str) -> Value:
     if out.dtype is torch.float64:  # ONNX Runtime 1.32 has its constants in float32
         raise NotConvertibleError("a GELU of float64")
-    return b.op("Gelu", x, approximate=approximate)
+    result = b.op("Gelu", x, approximate=approximate)
+    if approximate == "tanh":
+        return result
+    return b.op("Sub", b.op("Add", result, result), result)  # NaN of infinity, and infinity beyond 2**127, as PyTorch
 
 
 @converts(aten.gelu_backward.default)

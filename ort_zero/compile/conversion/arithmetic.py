@@ -76,8 +76,9 @@ def _power(b: Builder, out: Value, x: Value, exponent: Any) -> Value:
         return b.op("Mul", base, b.op("Mul", base, base))
     if exponent == 0.5:
         return b.op("Sqrt", base)
-    if exponent == -1:
-        return b.op("Reciprocal", base)
+    if exponent in (-0.5, -1, -2):
+        divisor = {-0.5: lambda: b.op("Sqrt", base), -1: lambda: base, -2: lambda: b.op("Mul", base, base)}[exponent]()
+        return b.op("Reciprocal", divisor)
     return b.op("Pow", base, b.number(exponent, out.dtype))
 
 
@@ -170,12 +171,12 @@ def _where(b: Builder, out: Value, condition: Value, x: Value, y: Value) -> Valu
 
 @converts(overload("_to_copy"))
 def _copy_to(b: Builder, out: Value, x: Value, *rest: Any) -> Value:
-    return cast_to(b, x, out.dtype)
+    return cast_to(b, x, out.dtype, is_written=True)
 
 
 @converts(aten.copy.default)
 def _copy_into(b: Builder, out: Value, x: Value, source: Value, *rest: Any) -> Value:
-    return b.expand(cast_to(b, source, out.dtype), out.shape)
+    return b.expand(cast_to(b, source, out.dtype, is_written=True), out.shape)
 
 
 @converts(overload("convert_element_type"))
@@ -183,13 +184,20 @@ def _convert_type(b: Builder, out: Value, x: Value, dtype: torch.dtype) -> Value
     return cast_to(b, x, out.dtype)
 
 
-def cast_to(b: Builder, x: Value, dtype: torch.dtype) -> Value:
-    """Return `x` in another dtype, with PyTorch's rules; NaN and numbers beyond integers' range have none."""
+def cast_to(b: Builder, x: Value, dtype: torch.dtype, is_written: bool = False) -> Value:
+    """Return `x` in another dtype, with PyTorch's rules; NaN and numbers beyond integers' range have none.
+
+    Args:
+        b: the builder.
+        x: the tensor.
+        dtype: the other dtype.
+        is_written: whether the program writes the cast, so that `x` is rounded; decompositions of operators cast too.
+    """
     if dtype is torch.bool:
         return truth(b, x)
     if x.dtype.is_floating_point and not dtype.is_floating_point:
         raise NotConvertibleError("a cast from floats to integers")
-    return b.cast(x, dtype)
+    return b.rounded(x, dtype) if is_written and dtype.is_floating_point else b.cast(x, dtype)
 
 
 # -- functions of one element ------------------------------------------------------------------------------------------

@@ -237,6 +237,14 @@ class Builder:
         result = self.op("Cast", value, dtype=dtype, to=ONNX_TYPES[self.stored(dtype)])
         return Value(result.name, dtype, value.shape)
 
+    def rounded(self, value: Value, dtype: torch.dtype) -> Value:
+        """Return `value` rounded to another float dtype, also where that dtype is computed with in float32."""
+        if self.stored(dtype) == dtype or value.dtype == dtype:
+            return self.cast(value, dtype)
+        narrow = self.op("Cast", value, dtype=dtype, to=ONNX_TYPES[dtype])
+        self.fragment.dtypes[narrow.name] = dtype
+        return self.op("Cast", narrow, to=ONNX_TYPES[self.stored(dtype)])
+
     def reshape(self, value: Value, shape: Sequence[Size]) -> Value:
         """Return `value` with other sizes."""
         free = [index for index, size in enumerate(shape) if not isinstance(size, int)]

@@ -1,8 +1,6 @@
-"""Convert look-ups by index."""
+"""Convert look-ups by index: those whose negative indices count from the end; others raise for one in PyTorch."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -10,25 +8,6 @@ from ort_zero.compile.conversion.fragments import Builder, NotConvertibleError, 
 from ort_zero.compile.conversion.registry import converts
 
 aten = torch.ops.aten
-
-
-@converts(aten.embedding.default)
-def _embedding(b: Builder, out: Value, weight: Value, indices: Value, *rest: Any) -> Value:
-    return b.op("Gather", weight, indices, axis=0)
-
-
-@converts(aten.index_select.default)
-def _index_select(b: Builder, out: Value, x: Value, dim: int, indices: Value) -> Value:
-    if not x.rank or indices.rank != 1:
-        raise NotConvertibleError("a look-up without dimensions")
-    return b.op("Gather", x, indices, axis=dim % x.rank)
-
-
-@converts(aten.gather.default)
-def _gather(b: Builder, out: Value, x: Value, dim: int, indices: Value, sparse: bool) -> Value:
-    if not x.rank or not indices.rank:
-        raise NotConvertibleError("a look-up without dimensions")
-    return b.op("GatherElements", x, indices, axis=dim % x.rank)
 
 
 @converts(aten.index.Tensor)

@@ -1,4 +1,4 @@
-"""Convert reductions over dimensions, sums along a dimension and searches."""
+"""Convert reductions over dimensions."""
 
 from __future__ import annotations
 
@@ -47,26 +47,9 @@ def _any(b: Builder, out: Value, x: Value, dims: Any = None, keepdim: bool = Fal
     return b.cast(_reduced(b, "ReduceMax", number, dims, keepdim), torch.bool)
 
 
-@converts(aten.cumsum.default)
-def _running_sum(b: Builder, out: Value, x: Value, dim: int, dtype: Any) -> Value:
-    if x.rank == 0:
-        raise NotConvertibleError("a running sum without dimensions")
-    return b.op("CumSum", b.cast(x, out.dtype), b.constant(dim, torch.int64))
-
-
 @converts(aten.var.correction)
 def _variance(b: Builder, out: Value, x: Value, dims: Any, correction: Any, keepdim: bool) -> Value:
-    return _moments(b, x, dims, correction, keepdim)[0]
-
-
-@converts(aten.var_mean.correction)
-def _variance_and_mean(
-    b: Builder, out: tuple[Value, ...], x: Value, dims: Any, correction: Any, keepdim: bool
-) -> tuple[Value, Value]:
-    return _moments(b, x, dims, correction, keepdim)
-
-
-def _moments(b: Builder, x: Value, dims: Any, correction: Any, keepdim: bool) -> tuple[Value, Value]:
+    """Add up in float64, as PyTorch does. (Its ``var_mean`` has NaN for infinity in some orders of the elements.)"""
     wanted = dimensions(x, dims)
     sizes = [x.shape[dim] for dim in wanted]
     if any(not isinstance(size, int) for size in sizes) or not x.rank:
@@ -75,8 +58,12 @@ def _moments(b: Builder, x: Value, dims: Any, correction: Any, keepdim: bool) ->
     divisor = count - (1 if correction is None else correction)
     if divisor <= 0:
         raise NotConvertibleError("a variance without degrees of freedom")
-    mean = b.reduce("ReduceMean", x, wanted, True)
-    away = b.op("Sub", x, mean)
+    wide = b.cast(x, torch.float64)
+    away = b.op("Sub", wide, b.reduce("ReduceMean", wide, wanted, True))
     total = b.reduce("ReduceSum", b.op("Mul", away, away), wanted, keepdim)
-    variance = b.op("Div", total, b.constant(divisor, x.dtype))
-    return variance, mean if keepdim else b.reduce("ReduceMean", x, wanted, False)
+    return b.op("Div", total, b.constant(divisor, torch.float64))
+
+
+@converts(aten.std.correction)
+def _deviation(b: Builder, out: Value, x: Value, *arguments: Any) -> Value:
+    return b.op("Sqrt", _variance(b, out, x, *arguments))

@@ -16,14 +16,12 @@ from operator_sweep import OPERATORS, sweep
 SIZE = 20
 """Number of operators in one test."""
 NO_SPECIAL_VALUES = frozenset(
-    "nn.functional.gelu std_mean std_mean.unbiased var_mean var_mean.unbiased lcm nn.functional.conv1d "
-    "nn.functional.conv2d nn.functional.conv3d nn.functional.grid_sample grid_sampler_2d grid_sampler_3d "
-    "nn.functional.ctc_loss _segment_reduce.lengths _segment_reduce.offsets div.trunc_rounding".split()
+    "lcm nn.functional.conv1d nn.functional.conv2d nn.functional.conv3d nn.functional.grid_sample grid_sampler_2d "
+    "grid_sampler_3d nn.functional.ctc_loss _segment_reduce.lengths _segment_reduce.offsets div.trunc_rounding".split()
 )
-"""PyTorch's gelu and var_mean return NaN for infinity where the formula has infinity, its lcm divides by zero, oneDNN's
-convolution loses NaN (PyTorch's other kernel and float64 have it), the process
-ends with its gradient of grid_sample of NaN, its ctc_loss and segments of wrong lengths, and its smallest integer
-divided by -1."""
+"""PyTorch's lcm divides by zero, oneDNN's convolution loses NaN (PyTorch's other kernel and float64 have it). The
+process ends with its gradient of grid_sample of NaN, its ctc_loss and segments of wrong lengths, and its smallest
+integer divided by -1."""
 
 
 def _tenth() -> int:

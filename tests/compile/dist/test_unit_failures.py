@@ -72,8 +72,8 @@ def _with_conversion(run: Run, changed: Callable[..., Any]) -> None:
         _run(run, model, loss_of, 4)
 
 
-def _run(run: Run, model: torch.nn.Module, loss_of: Callable[..., Any], steps: int) -> None:
-    run.start(model, stage=3, options={"reproducers": str(run.folder)})
+def _run(run: Run, model: torch.nn.Module, loss_of: Callable[..., Any], steps: int, stage: int = 3) -> None:
+    run.start(model, stage=stage, options={"reproducers": str(run.folder)})
     run.train(loss_of, steps)
     run.notes["reproducers"] = sorted(path.parent.name for path in run.folder.glob("*/reproduce.py"))
 
@@ -88,23 +88,48 @@ def failing_conversion(run: Run) -> None:
     _with_conversion(run, lambda b, result, x: b.op("Add", result, b.op("Gather", x, b.constant(10**6, torch.int64))))
 
 
-def _with_kernel(run: Run, name: str, operator: str, changed: Callable[[list[torch.Tensor]], Any]) -> None:
+def _with_kernel(
+    run: Run,
+    name: str,
+    operator: str,
+    changed: Callable[[list[torch.Tensor]], Any],
+    *,
+    after: int = 0,
+    steps: int = 12,
+    stage: int = 3,
+) -> None:
+    from ort_zero.compile import trial
     from ort_zero.compile.sessions import Session
 
     right = Session.run
 
     def kernel(self: Session, *arguments: Any) -> Any:
         results = right(self, *arguments)
-        return changed(results) if any(node.operator == operator for node in self.model.nodes) else results
+        is_changed = self.runs > after and any(node.operator == operator for node in self.model.nodes)
+        return changed(results) if is_changed else results
 
     model, loss_of = losses_of(name, run.rank)
-    with replaced(Session, "run", kernel if run.rank == 1 else right):
-        _run(run, model, loss_of, 12)
+    with (
+        replaced(Session, "run", kernel if run.rank == 1 else right),
+        replaced(trial, "_SAMPLED_SHARE", 1.0),
+    ):
+        _run(run, model, loss_of, steps, stage)
 
 
 def wrong_kernel(run: Run) -> None:
     """Have a kernel of ONNX Runtime compute something else on rank 1 alone."""
     _with_kernel(run, "llama", "QuickGelu", lambda results: [result * 1.001 for result in results])
+
+
+def later_wrong_kernel(run: Run) -> None:
+    """Have a kernel of ONNX Runtime compute something else on rank 1 alone, from its tenth run on."""
+    _with_kernel(run, "vit", "Gelu", lambda results: [result * 1.00005 for result in results], after=9, steps=20)
+
+
+def later_wrong_kernel_stage_2(run: Run) -> None:
+    """Have a kernel of ONNX Runtime compute something else on rank 1 alone, from its tenth run on, under ZeRO-2."""
+    wrong = lambda results: [result * 1.00005 for result in results]  # noqa: E731
+    _with_kernel(run, "bert", "Gelu", wrong, after=9, steps=20, stage=2)
 
 
 def failing_kernel(run: Run) -> None:
@@ -113,7 +138,7 @@ def failing_kernel(run: Run) -> None:
     def fails(results: list[torch.Tensor]) -> Any:
         raise RuntimeError("the kernel has no memory")
 
-    _with_kernel(run, "bert", "Gelu", fails)
+    _with_kernel(run, "gpt2_eager", "Softmax", fails)
 
 
 def fail_all(folder: str) -> dict[str, Any]:
@@ -121,7 +146,10 @@ def fail_all(folder: str) -> dict[str, Any]:
     named: dict[str, Any] = {f"uncompiled {stage}": functools.partial(uncompiled, stage=stage) for stage in (2, 3)}
     for name, scenario in named.items():
         scenario.__name__ = name
-    others = (uncompiled_later, wrong_conversion, failing_conversion, wrong_kernel, failing_kernel)
+    others = (
+        *(uncompiled_later, wrong_conversion, failing_conversion, wrong_kernel, later_wrong_kernel),
+        *(later_wrong_kernel_stage_2, failing_kernel),
+    )
     return compare({**named, **{scenario.__name__: scenario for scenario in others}}, folder)
 
 
@@ -167,7 +195,12 @@ def _failed(report: dict) -> set[str]:
 
 
 CONVERSIONS = {"wrong_conversion": "is wrong by 1.0e-03 of its size", "failing_conversion": "ONNX Runtime failed: "}
-KERNELS = {"wrong_kernel": "is wrong by 1.0e-03 of its size", "failing_kernel": "the kernel has no memory"}
+KERNELS = {
+    "wrong_kernel": "is wrong by 1.0e-03 of its size",
+    "later_wrong_kernel": "is wrong by 5.0e-05 of its size",
+    "later_wrong_kernel_stage_2": "is wrong by 5.0e-05 of its size",
+    "failing_kernel": "the kernel has no memory",
+}
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)

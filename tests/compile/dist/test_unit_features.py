@@ -18,6 +18,7 @@ from comparison import Run, compare, trained_alike
 from launch_once import once
 from models import Batches, build
 from older_versions import older
+from random_draws import WIDTH, Noisy, next_numbers, seed_all
 from stack_models import HIDDEN, IN, OUT, Actor, Block, CalledOften, Critic, Dangling, External, Stack, Switched, Tied
 from torch import nn
 from torch.nn import functional as F
@@ -433,12 +434,33 @@ def generation(run: Run) -> None:
         run.evaluate(batches_loss)
 
 
+DRAWN = (
+    "np.random.rand", "np.random.permutation", "np.random.permutation of an array", "np.random.seed",
+    "np.random.randint", "np.random.randn", "np.random.Generator", "random.random", "random.Random", "torch.Generator",
+    "dropout", "all",
+)  # fmt: skip
+
+
+def random_numbers(run: Run, stage: int = 3) -> None:
+    """Draw from generators of NumPy, Python and torch within units."""
+    run.start(made(lambda: nn.Sequential(*map(Noisy, DRAWN))), stage=stage)
+    seed_all()
+    run.train(lambda engine, step: engine(torch.full((4, WIDTH), 0.1 * (step + run.rank))).square().mean())
+    run.seen["next numbers"] = next_numbers()
+
+
+def random_numbers_stage_2(run: Run) -> None:
+    """Draw from generators of NumPy, Python and torch within units under ZeRO-2."""
+    random_numbers(run, 2)
+
+
 GROUPS = (
     (zero_init, offload_cpu, offload_nvme, persistence_default, persistence_some, tight_window, leaf_modules, external,
      external_in_unit, tied),
     (called_often, switched, gathered_in_forward, frozen, accumulation, forwards_before_backwards, actor_and_critic,
      initialized_again, checkpoints),
     (recomputed_units, recomputed_units_reentrant, checkpointing_reentrant, checkpointing, generation),
+    (random_numbers, random_numbers_stage_2),
     (no_prefetch, leaves_around_units, external_returned, gathered_between, freezing, accumulation_stage_2, eval_mode),
 )  # fmt: skip
 

@@ -84,7 +84,7 @@ def assert_equal(
         lambda x: torch.where(x > 0, x, -x),
         lambda x: x.masked_fill(x.isnan(), 2.0),
         lambda x: (x.sqrt(), x.log(), x.exp(), x.abs(), x.neg(), x.reciprocal()),
-        lambda x: (x.sum(1), x.mean(0), x.prod(1), x.cumsum(1)),
+        lambda x: (x.sum(1), x.mean(0), x.prod(1), x.std(1)),
         lambda x: (x.any(1), (x > 0).any(), x.any(), x.any(()), x.any((0, 1), True)),
     ],
 )
@@ -134,7 +134,7 @@ def test_the_sign_of_zero_remains():
         lambda x: torch.full((x.shape[1], 6), 2.0) + torch.full_like(x, x.shape[1]) + x,
         lambda x: x.exp() / x.shape[1] + x.shape[1],
         lambda x: x.exp().clamp(max=x.shape[1]) * 2,
-        lambda x: (x.exp().mean(1), x.exp().sum((0, 1)), x.exp().cumsum(1)),
+        lambda x: (x.exp().mean(1), x.exp().sum((0, 1))),
         lambda x: (x @ x.transpose(1, 2) / 6).softmax(-1) @ x,
     ],
 )
@@ -194,7 +194,7 @@ INTEGERS, FLOATS = torch.tensor([1, 0, -3]), torch.tensor([0.5, -1.0, 2.0])
         lambda i, f: ((i > 0) * f, (i > 0) + i, (i > 0) & (f > 0), (i > 0) * (f > 0)),
         lambda i, f: (i < f, i == f, i.int() >= i.flip(0), i.to(torch.int8) > -1, i > 0.5),
         lambda i, f: (torch.where(i > 0, i, f), f.masked_fill(i == 0, 3)),
-        lambda i, f: ((i > 0).sum(), (i > 0).cumsum(0), i.int().sum(), i.float().mean()),
+        lambda i, f: ((i > 0).sum(), i.int().sum(), i.float().mean()),
         lambda i, f: (i.sqrt(), i.exp(), i.sigmoid(), i.clamp(-1, 0), i.abs(), i.neg(), i.sign()),
         lambda i, f: (torch.cat([i.double(), f.double()]), torch.arange(5, -1, -2) * i),
         lambda i, f: (f.bfloat16() + f.bfloat16(), f.bfloat16() * f, f.half() * 3),

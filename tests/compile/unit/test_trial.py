@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from ort_zero.compile import trial as trial_module
 from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.records import GraphRecord, ModelRecord, SegmentRecord
@@ -62,7 +63,7 @@ def correct(seconds: tuple[float, float] = (0, 0)) -> Calls:
 def test_a_wrong_result_is_replaced_and_named():
     calls = correct()
     calls.ort = calls.exact.float() * 1.001
-    trial = Trial("key", "first", "ort")
+    trial = Trial("key", "sampled", "ort")
     assert torch.equal(calls.run(trial, Agreement()), calls.exact.float())
     assert trial.failed and trial.runner is Runner.TORCH and "wrong by 1.0e-03 of its size" in trial.reason
     calls.run(trial, Agreement(), 3)
@@ -71,7 +72,7 @@ def test_a_wrong_result_is_replaced_and_named():
 
 def test_an_error_is_replaced_and_named():
     calls = Calls(RuntimeError("no\n kernel"), torch.ones(3, dtype=torch.float64))
-    trial = Trial("key", "first", "ort")
+    trial = Trial("key", "sampled", "ort")
     assert torch.equal(calls.run(trial, Agreement()), torch.ones(3))
     assert trial.failed and trial.reason == "ONNX Runtime failed: no kernel"
 
@@ -79,7 +80,7 @@ def test_an_error_is_replaced_and_named():
 @pytest.mark.parametrize(("place", "runs"), [("measured", 2), ("measured", 20), ("ort", 5)])
 def test_an_error_of_a_later_run_is_replaced_and_named(place: str, runs: int):
     calls = correct((0, 0.002))
-    trial, agreement = Trial("key", "first", place, clock=calls.clock), Agreement()
+    trial, agreement = Trial("key", "sampled", place, clock=calls.clock), Agreement()
     calls.run(trial, agreement, runs)
     calls.ort = RuntimeError("out of memory")
     assert torch.equal(calls.run(trial, agreement, 2), calls.exact.float())
@@ -102,7 +103,7 @@ def test_an_error_of_pytorch_passes():
 def test_a_check_that_is_interrupted_is_repeated(place: str, error: type[BaseException]):
     calls = correct()
     calls.ort = calls.exact.float() * 1.001
-    trial, by_torch = Trial("key", "first", place), calls.by_torch
+    trial, by_torch = Trial("key", "sampled", place), calls.by_torch
     calls.by_torch = lambda: (_ for _ in ()).throw(error())
     with pytest.raises(error):
         calls.run(trial, Agreement())
@@ -197,13 +198,78 @@ def test_two_close_ones_are_timed_more_often(ort: list[float], torchs: float):
 @pytest.mark.parametrize("seconds, faster", [((0.004, 0.0), Runner.TORCH), ((0.0, 0.004), Runner.ONNXRUNTIME)])
 def test_the_faster_one_keeps_the_segment(seconds: tuple[float, float], faster: Runner):
     calls = correct(seconds)
-    trial = Trial("key", "first", "measured", clock=calls.clock)
+    trial = Trial("key", "sampled", "measured", clock=calls.clock)
     calls.run(trial, Agreement(), 7)
     assert trial.runner is faster and not trial.failed
-    before = dict(calls.counts)
+    before, trial.due = dict(calls.counts), 100
     calls.run(trial, Agreement(), 5)
     name = "torch" if faster is Runner.TORCH else "ort"
     assert calls.counts == {**before, name: before[name] + 5}
+
+
+@pytest.fixture
+def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let samples take all of the process's CPU time."""
+    monkeypatch.setattr(trial_module, "_SAMPLED_SHARE", 1.0)
+
+
+def checked_runs(trial: Trial, calls: Calls, runs: int, sizes: Callable[[int], int] = lambda run: 0) -> list[int]:
+    """Return the numbers of the runs that PyTorch has checked."""
+    numbers = []
+    for run in range(1, runs + 1):
+        before = trial.checks
+        trial.run(calls.by_ort, calls.by_torch, lambda: ([calls.exact], []), Agreement(), sizes(run))
+        numbers += [run] * (trial.checks - before)
+    return numbers
+
+
+def test_later_runs_are_sampled(plenty):
+    trial = Trial("key", "sampled", "ort")
+    assert checked_runs(trial, correct(), 4100) == [1, *(1 << n for n in range(1, 11)), 2048, 3072, 4096]
+    assert trial.check_seconds > 0
+
+
+def test_the_first_run_with_each_combination_of_sizes_is_checked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trial_module, "_SAMPLED_SHARE", -1.0)
+    trial = Trial("key", "sampled", "ort")
+    assert checked_runs(trial, correct(), 40, lambda run: run // 10) == [1, 10, 20, 30, 40]
+    trial = Trial("key", "sampled", "ort")
+    assert checked_runs(trial, correct(), 200, lambda run: run) == list(range(1, 65)), "not without an end"
+
+
+@pytest.mark.parametrize("run, found", [(3, 4), (65, 128), (1500, 2048)])
+def test_a_kernel_that_is_wrong_for_later_values_is_found_at_the_sample(plenty, run: int, found: int):
+    calls, trial, agreement = correct(), Trial("key", "sampled", "ort"), Agreement()
+    calls.run(trial, agreement, run - 1)
+    calls.ort = calls.exact.float() * 1.001
+    calls.run(trial, agreement, found - run)
+    assert not trial.failed
+    assert torch.equal(calls.run(trial, agreement), calls.exact.float())
+    assert trial.runner is Runner.TORCH and agreement.failure("key") == trial.reason
+
+
+def test_samples_wait_while_they_have_taken_too_much_time(monkeypatch: pytest.MonkeyPatch):
+    spent = trial_module._sampled
+    monkeypatch.setitem(spent, "seconds", 1e9)
+    calls, trial = correct(), Trial("key", "sampled", "ort")
+    assert checked_runs(trial, calls, 1000) == [1]
+    spent["seconds"] = 0.0
+    monkeypatch.setattr(trial_module, "_SAMPLED_SHARE", 1.0)
+    assert checked_runs(trial, calls, 1025)[0] < 1000 // 8, "soon after there is time"
+    spent["seconds"] = 1e9
+    before = calls.counts["torch"]
+    checked_runs(Trial("key", "always", "ort"), calls, 10)
+    assert calls.counts["torch"] == before + 10
+
+
+def test_only_samples_count_for_the_time_that_they_may_take(plenty, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(trial_module._sampled, "seconds", 0.0)
+    trial = Trial("key", "sampled", "ort")
+    checked_runs(trial, correct(), 1)
+    assert trial.check_seconds > trial_module._sampled["seconds"] == 0
+    first = trial.check_seconds
+    checked_runs(trial, correct(), 8)
+    assert trial_module._sampled["seconds"] == pytest.approx(trial.check_seconds - first)
 
 
 def test_always_checks_every_run():
@@ -235,7 +301,7 @@ class OtherRank(Agreement):
 
 
 def test_a_failure_of_another_rank_counts_here():
-    calls, trial, agreement = correct(), Trial("key", "first", "ort"), OtherRank()
+    calls, trial, agreement = correct(), Trial("key", "sampled", "ort"), OtherRank()
     calls.run(trial, agreement, 3)
     assert trial.runner is Runner.ONNXRUNTIME
     agreement.failed = "wrong on rank 1"
@@ -257,7 +323,7 @@ def test_a_burst_of_other_work_does_not_decide(wins: str):
 
 
 def test_a_placement_of_another_rank_ends_the_timing():
-    calls, trial, agreement = correct((0.0, 0.002)), Trial("key", "first", "measured"), OtherRank()
+    calls, trial, agreement = correct((0.0, 0.002)), Trial("key", "sampled", "measured"), OtherRank()
     agreement.placed = "torch"
     calls.run(trial, agreement, 2)
     assert trial.runner is Runner.TORCH and calls.counts["ort"] == 1
@@ -266,14 +332,14 @@ def test_a_placement_of_another_rank_ends_the_timing():
 def test_placements_are_kept_on_disk(tmp_path, monkeypatch: pytest.MonkeyPatch):
     calls: Callable[[], Calls] = lambda: correct((0.002, 0.0))  # noqa: E731
     first = calls()
-    first.run(Trial("key", "first", "measured", clock=first.clock), Agreement(tmp_path), 7)
+    first.run(Trial("key", "sampled", "measured", clock=first.clock), Agreement(tmp_path), 7)
     later = calls()
-    trial = Trial("key", "first", "measured")
+    trial = Trial("key", "sampled", "measured")
     later.run(trial, Agreement(tmp_path), 2)
     assert trial.runner is Runner.TORCH and later.counts["ort"] == 1
     (tmp_path / "placements.json").write_text("not JSON")
     third = correct((0.0, 0.002))
-    trial = Trial("key", "first", "measured", clock=third.clock)
+    trial = Trial("key", "sampled", "measured", clock=third.clock)
     third.run(trial, Agreement(tmp_path), 7)
     assert trial.runner is Runner.ONNXRUNTIME
 
@@ -283,9 +349,9 @@ def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains,
     """Gains are of the forward's and the backward's segment; None is a placement that nobody has timed."""
     record = ModelRecord()
     for direction, gain in zip(("forward", "backward"), gains, strict=True):
-        trial = Trial(direction, "first", "measured", runner=Runner.ONNXRUNTIME, gain=gain)
+        trial = Trial(direction, "sampled", "measured", runner=Runner.ONNXRUNTIME, gain=gain)
         record.graphs.append(GraphRecord(direction, [SegmentRecord(trial, 3, 10**9)], Counter(), {}, 0, "Block", None))
-    trial = Trial("loss", "first", "measured", runner=Runner.TORCH)
+    trial = Trial("loss", "sampled", "measured", runner=Runner.TORCH)
     for unit in ("Block", "Linear"):
         record.graphs.append(GraphRecord("loss", [SegmentRecord(trial, 2, 10**12)], Counter(), {}, 0, unit, None))
     assert record.prefers_torch("Block") is prefers
@@ -306,7 +372,7 @@ def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains,
 def test_the_gain_of_a_placement_is_kept(tmp_path):
     agreement = Agreement(tmp_path)
     agreement.propose("key", "onnxruntime 0.0015")
-    trial = Trial("key", "first", "measured", is_checked=True)
+    trial = Trial("key", "off", "measured", is_checked=True)
     calls = correct()
     calls.run(trial, Agreement(tmp_path))
     assert trial.runner is Runner.ONNXRUNTIME and trial.gain == 0.0015
