@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from ort_zero.compat.deepspeed_parameters import full_shape
 from ort_zero.compat.torch_distributed import compares_ranks, require_equal
 
 _HAND_ON = "reduce_ready_partitions_and_remove_grads"
@@ -84,6 +83,6 @@ class _Order:
         if handed_on:
             # each rank puts these gradients into buckets that have no names, and adds up what lies at one place
             optimizer: Any = self._optimizer()
-            order = [(optimizer.get_param_id(each), *full_shape(each)) for each in handed_on]
+            order = [optimizer.get_param_id(each) for each in handed_on]
             require_equal("a reduction", {"the order of gradients": order}, optimizer.dp_process_group)
         return getattr(self._class, _END)(self._optimizer(), *arguments, **named)

@@ -79,7 +79,7 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         whole = input_tensor.detach().contiguous().view(-1)
         parts = list(whole.chunk(size))
-        # where the output lies must not choose the collective: other ranks do not know it
+        # other ranks do not know where this output lies, so that must not choose the collective
         in_place = parts[rank].data_ptr() == output_tensor.data_ptr() and output_tensor.is_contiguous()
         if size == 2 and self._reduce_op(op) == dist.ReduceOp.SUM:
             parts[rank] = parts[rank] if in_place else parts[rank].clone()
@@ -142,20 +142,15 @@ def _reducing_bucket(original: Callable[..., Any]) -> Callable[..., Any]:
 def _exchange(parts: Sequence[torch.Tensor], owners: Sequence[int], group: Any) -> None:
     """Reduce flat tensors between two ranks: send the other rank's parts to it, add what arrives to this rank's.
 
-    Both ranks of the group must call it with the same elements in the same order. They may cut them differently:
-    DeepSpeed joins neighbouring slices of the other rank, and with buffers to add to keeps its own apart.
-
-    Args:
-        parts: flat; those of this rank become the sums.
-        owners: rank in the group (0 or 1) that owns each part.
-        group: has two ranks.
+    Both ranks must call it with the same elements in the same order, and an owner in the group (0 or 1) for each part.
+    They may cut them differently: DeepSpeed joins neighbouring slices of the other rank, and with buffers to add to
+    keeps its own apart.
     """
     rank = dist.get_rank(group)
     owned = [[part for part, owner in zip(parts, owners, strict=True) if owner == each] for each in (0, 1)]
     sizes = {f"elements of rank {each} in the group": sum(map(len, of_rank)) for each, of_rank in enumerate(owned)}
-    require_equal("an exchange of gradients", {**sizes, "dtype": {part.dtype for part in parts}}, group)
-    ranks: Any = group or dist.group.WORLD
-    other = dist.get_global_rank(ranks, 1 - rank)
+    require_equal("an exchange", {**sizes, "dtype": {part.dtype for part in parts}}, group)
+    other = dist.get_process_group_ranks(group or dist.group.WORLD)[1 - rank]
     sent: list[tuple[Any, torch.Tensor]] = []  # with their tensors, which must live until the other rank has them
     for message in _messages(owned[1 - rank]):
         values = torch.cat(message) if len(message) > 1 else message[0].contiguous()
@@ -178,8 +173,7 @@ def _exchange(parts: Sequence[torch.Tensor], owners: Sequence[int], group: Any) 
 
 def _messages(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Return the slices of flat tensors that each message holds, whose sizes depend on the sum of elements alone."""
-    messages: list[list[torch.Tensor]] = []
-    room = 0
+    messages, room = list[list[torch.Tensor]](), 0
     for part in parts:
         while len(part):
             if not room:
@@ -194,9 +188,8 @@ def _in_parts(whole: torch.Tensor, part: torch.Tensor, group: Any) -> bool:
     """Return whether gloo moves equal parts of `whole`: the same on all ranks, as sizes, dtypes and devices are."""
     if dist.get_rank(group) < 0 or dist.get_backend(group) != "gloo":
         return False
-    size = dist.get_world_size(group)
     require_equal("a collective", {"elements, of a rank, dtype": (whole.numel(), part.numel(), whole.dtype)}, group)
-    fits = 0 < part.numel() * size == whole.numel() and part.dtype == whole.dtype
+    fits = 0 < part.numel() * dist.get_world_size(group) == whole.numel() and part.dtype == whole.dtype
     return fits and whole.device.type == "cpu"
 
 

@@ -28,20 +28,18 @@ def compares_ranks() -> bool:
 
 
 def require_equal(what: str, values: Mapping[str, Any], group: Any, always: bool = False) -> None:
-    """Raise on all ranks of `group` if their values differ; compare at ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` alone.
+    """Raise RankError on all ranks of `group` if values differ; compare at ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` alone.
 
     At that level torch itself compares the kinds and sizes of collectives, but neither messages between two ranks nor
-    whose gradients are added up. All ranks of `group` must call; `always` compares at all levels.
-
-    Raises:
-        RankError: values differ; the message has the first such name, with the values of all ranks.
+    whose gradients are added up. All ranks of `group` must call; `always` compares at all levels. The message has the
+    first name whose values differ, with the values of all ranks.
     """
-    if not (always or compares_ranks()) or dist.get_world_size(group) == 1:
+    if not (always or compares_ranks()):
         return
-    everyone: list[Any] = [None] * dist.get_world_size(group)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    everyone: list[Any] = [None] * len(ranks)
     dist.all_gather_object(everyone, {name: str(value) for name, value in values.items()}, group=group)
     for name in dict.fromkeys(name for of_rank in everyone for name in of_rank):
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         texts = {rank: of_rank.get(name, "nothing") for rank, of_rank in zip(ranks, everyone, strict=True)}
         if len(set(texts.values())) > 1:
             listed = "; ".join(f"rank {rank} has {text}" for rank, text in texts.items())
