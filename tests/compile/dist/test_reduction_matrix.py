@@ -220,16 +220,17 @@ def train_all(ranks: int) -> dict[str, tuple[dict[str, Any], ...]]:
     ort_zero.enable()
     deepspeed.init_distributed("gloo", verbose=False)
     gloo_collectives._PIECE, torch_adam._PIECE = 100, 50
-    sections = (None, {"exclude": ["*"]}, {"compile": {"place": "ort"}})
+    sections: list[Any] = [None, None, {"exclude": ["*"]}, {"compile": {"place": "ort"}}]
     trainings = []
-    for section in sections[: 3 if ranks == 2 else 2]:
+    for section in sections[: 4 if ranks == 2 else 3]:
         trainings.append({name: trained(case, section) for name, case in CASES[ranks].items()})
-    return {name: tuple(training[name] for training in trainings) for name in CASES[ranks]}
+    # the first training of experts differs from DeepSpeed's own second by what other engines left in DeepSpeed
+    return {name: tuple(training[name] for training in trainings[1:]) for name in CASES[ranks]}
 
 
 @once
 def _launch(ranks: int) -> list[dict[str, tuple[dict[str, Any], ...]]]:
-    return run_on_ranks(train_all, ranks, ranks, timeout=500, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    return run_on_ranks(train_all, ranks, ranks, timeout=580, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
 
 
 def relative(case: dict[str, Any]) -> float:
