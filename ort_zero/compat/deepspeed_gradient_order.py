@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from ort_zero.compat.torch_distributed import compares_ranks, require_equal
+
 _HAND_ON = "reduce_ready_partitions_and_remove_grads"
 _END = "independent_gradient_partition_epilogue"
 
@@ -39,6 +41,7 @@ class _Order:
         self._awaited = 0
         """Number of gradients of the current unit."""
         self._waiting: dict[int, tuple[Any, ...]] = {}
+        self._handed_on: list[nn.Parameter] = []
 
     def arrived(self, parameter: nn.Parameter, *group: Any) -> None:
         """Take a gradient from its hook; hand the gradients of a unit on when its last one is here."""
@@ -48,7 +51,7 @@ class _Order:
         if unit is not self._current:
             self._flush()
         if unit is None or not self._is_complete(parameter):
-            getattr(self._class, _HAND_ON)(self._optimizer(), parameter, *group)
+            self._hand_on(parameter, group)
             return
         if self._current is None:
             self._current, self._awaited = unit, sum(each.requires_grad for each in unit)
@@ -66,9 +69,20 @@ class _Order:
         self._current, self._waiting = None, {}
         for parameter in unit:
             if id(parameter) in waiting:
-                getattr(self._class, _HAND_ON)(self._optimizer(), parameter, *waiting[id(parameter)])
+                self._hand_on(parameter, waiting[id(parameter)])
+
+    def _hand_on(self, parameter: nn.Parameter, group: tuple[Any, ...]) -> None:
+        if compares_ranks():
+            self._handed_on.append(parameter)
+        getattr(self._class, _HAND_ON)(self._optimizer(), parameter, *group)
 
     def end(self, *arguments: Any, **named: Any) -> Any:
         """Hand on what is left at the end of a backward, of a unit that did not use all of its parameters."""
         self._flush()
+        handed_on, self._handed_on = self._handed_on, []
+        if handed_on:
+            # each rank puts these gradients into buckets that have no names, and adds up what lies at one place
+            optimizer: Any = self._optimizer()
+            order = [optimizer.get_param_id(each) for each in handed_on]
+            require_equal("a reduction", {"the order of gradients": order}, optimizer.dp_process_group)
         return getattr(self._class, _END)(self._optimizer(), *arguments, **named)

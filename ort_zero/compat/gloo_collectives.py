@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ort_zero.compat.torch_distributed import require_equal
 from ort_zero.utils.patching import Patch
 
 _BACKEND = "deepspeed.comm.torch:TorchBackend"
-_BUCKET = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.allreduce_and_copy_with_multiple_ranks"
+_BUCKET = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.allreduce_and_scatter"
 _MAX_RANKS = 8
 """Ranks up to which broadcasts of all parts were measured as faster than a ring that gathers them."""
 _PIECE = 1 << 20
@@ -46,19 +47,16 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather_into_tensor(
         self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
-        parts = _parts(output_tensor, input_tensor, group)
-        if not parts or len(parts) > _MAX_RANKS:
+        if not _in_parts(output_tensor, input_tensor, group) or dist.get_world_size(group) > _MAX_RANKS:
             return original(self, output_tensor, input_tensor, group=group, async_op=async_op)
+        whole = output_tensor.detach().contiguous().view(-1)
+        parts = whole.chunk(dist.get_world_size(group))
         mine = parts[dist.get_rank(group)]
         if mine.data_ptr() != input_tensor.data_ptr():
-            mine.copy_(input_tensor.detach().view(-1))
+            mine.copy_(input_tensor.detach().reshape(-1))
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        works = _Works(
-            [
-                dist.broadcast(part, src=rank, group=group, async_op=True)
-                for rank, part in zip(ranks, parts, strict=True)
-            ]
-        )
+        started = [dist.broadcast(part, src=rank, group=group, async_op=True) for rank, part in zip(ranks, parts)]
+        works = _Works(started, whole, output_tensor.detach())
         return works if async_op else works.wait()
 
     return all_gather_into_tensor
@@ -76,18 +74,28 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        parts = _parts(input_tensor, output_tensor, group)
-        if not parts or parts[dist.get_rank(group)].data_ptr() != output_tensor.data_ptr():
+        if not _in_parts(input_tensor, output_tensor, group) or async_op:
             return original(self, output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        if len(parts) == 2 and self._reduce_op(op) == dist.ReduceOp.SUM and not async_op:
-            return _exchange(parts, (0, 1), group)
-        return self.all_reduce(input_tensor, op=op, group=group, async_op=async_op)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        whole = input_tensor.detach().contiguous().view(-1)
+        parts = list(whole.chunk(size))
+        # other ranks do not know where this output lies, so that must not choose the collective
+        in_place = parts[rank].data_ptr() == output_tensor.data_ptr() and output_tensor.is_contiguous()
+        if size == 2 and self._reduce_op(op) == dist.ReduceOp.SUM:
+            parts[rank] = parts[rank] if in_place else parts[rank].clone()
+            _exchange(parts, (0, 1), group)
+        else:
+            whole = whole if in_place else whole.clone()
+            self.all_reduce(whole, op=op, group=group)
+            parts[rank] = whole.chunk(size)[rank]
+        if not in_place:
+            output_tensor.detach().copy_(parts[rank].view_as(output_tensor))
 
     return reduce_scatter_tensor
 
 
 def _reducing_bucket(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement of the all-reduce of a gradient bucket under ZeRO-1 and 2: two ranks exchange gradients.
+    """Return a replacement of the all-reduces of a gradient bucket under ZeRO-1 and 2: two ranks exchange gradients.
 
     The bucket is a list of slices of DeepSpeed's flat bucket. Each rank needs the sums of its own slices only.
     DeepSpeed's communication logger counts and times the exchange as the all-reduce that it replaces.
@@ -103,90 +111,100 @@ def _reducing_bucket(original: Callable[..., Any]) -> Callable[..., Any]:
         _exchange([gradient.view(-1) for gradient in tensor], owners, group)
 
     @functools.wraps(original)
-    def allreduce_and_copy_with_multiple_ranks(self: Any, small_bucket: list[torch.Tensor], *args: Any, **kwargs: Any):
-        bound = signature.bind(self, small_bucket, *args, **kwargs)
+    def allreduce_and_scatter(self: Any, bucket: list[tuple[Any, ...]], *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, bucket, *args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
         group = arguments["process_group"] or self.dp_process_group
         # in DeepSpeed 0.18 an owner is a number, in 0.16 the type is the optimizer's
         dtype = arguments.get("communication_data_type") or self.communication_data_type
-        owners = [owner if isinstance(owner, frozenset) else frozenset((owner,)) for owner in arguments["bucket_ranks"]]
+        owners = [owner if isinstance(owner, frozenset) else frozenset((owner,)) for owner, *_ in bucket]
+        gradients = [gradient for _, gradient, *_ in bucket]
+        # nothing below depends on how this rank has cut the bucket: DeepSpeed cuts one tensor of one dtype on all ranks
         exchanged = (
             dist.get_world_size(group) == 2
             and dist.get_backend(group) == "gloo"
             and not arguments["divide"]
             and self.sequence_parallel_size == 1
             and all(len(owner) == 1 for owner in owners)
-            and all(
-                gradient.device.type == "cpu" and gradient.dtype == dtype and gradient.is_contiguous()
-                for gradient in small_bucket
-            )
+            and all(gradient.device.type == "cpu" and gradient.dtype == dtype for gradient in gradients)
         )
         if not exchanged:
-            return original(self, small_bucket, *args, **kwargs)
-        numbers = [rank for owner in owners for rank in owner]
-        all_reduce(small_bucket, numbers, group)
-        # DeepSpeed 0.18 has no buffers to add to
-        for gradient, number, output in zip(small_bucket, numbers, arguments.get("output_bucket") or ()):
-            if number == dist.get_rank(group):
+            return original(self, bucket, *args, **kwargs)
+        all_reduce(gradients, [rank for owner in owners for rank in owner], group)
+        for owner, (_, gradient, *outputs) in zip(owners, bucket, strict=True):
+            for output in outputs if dist.get_rank(group) in owner else ():  # DeepSpeed 0.18 has no buffers to add to
                 self._add_to_grad_partition_buffer(output, gradient)
 
-    return allreduce_and_copy_with_multiple_ranks
+    return allreduce_and_scatter
 
 
 def _exchange(parts: Sequence[torch.Tensor], owners: Sequence[int], group: Any) -> None:
     """Reduce flat tensors between two ranks: send the other rank's parts to it, add what arrives to this rank's.
 
-    Both ranks of the group must call it, with parts of equal sizes and owners in the same order.
-
-    Args:
-        parts: flat and contiguous; those of this rank become the sums.
-        owners: rank in the group (0 or 1) that owns each part.
-        group: has two ranks.
+    Both ranks must call it with the same elements in the same order, and an owner in the group (0 or 1) for each part.
+    They may cut them differently: DeepSpeed joins neighbouring slices of the other rank, and with buffers to add to
+    keeps its own apart.
     """
     rank = dist.get_rank(group)
-    ranks: Any = group or dist.group.WORLD
-    other = dist.get_global_rank(ranks, 1 - rank)
-    pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    for part, owner in zip(parts, owners, strict=True):
-        pieces[owner].extend(part.split(_PIECE) if part.numel() else ())
-    sent: list[Any] = [dist.isend(piece, other, group=group, tag=_TAG) for piece in pieces[1 - rank]]
-    mine = pieces[rank]
-    received = [torch.empty_like(max(mine, key=len)) for _ in mine[:2]]
+    owned = [[part for part, owner in zip(parts, owners, strict=True) if owner == each] for each in (0, 1)]
+    sizes = {f"elements of rank {each} in the group": sum(map(len, of_rank)) for each, of_rank in enumerate(owned)}
+    require_equal("an exchange", {**sizes, "dtype": {part.dtype for part in parts}}, group)
+    other = dist.get_process_group_ranks(group or dist.group.WORLD)[1 - rank]
+    sent: list[tuple[Any, torch.Tensor]] = []  # with their tensors, which must live until the other rank has them
+    for message in _messages(owned[1 - rank]):
+        values = torch.cat(message) if len(message) > 1 else message[0].contiguous()
+        sent.append((dist.isend(values, other, group=group, tag=_TAG), values))
+    mine = _messages(owned[rank])
+    received = [torch.empty(sum(map(len, mine[0])), dtype=parts[0].dtype) for _ in mine[:2]]
     arriving: list[tuple[Any, torch.Tensor]] = []
     for number in range(len(mine) + 1):
         if number < len(mine):
-            into = received[number % 2][: len(mine[number])]
+            into = received[number % 2][: sum(map(len, mine[number]))]
             arriving.append((dist.irecv(into, other, group=group, tag=_TAG), into))
         if number:
             work, values = arriving.pop(0)
             work.wait()
-            mine[number - 1].add_(values)
-    for work in sent:
+            for part, added in zip(mine[number - 1], values.split([len(each) for each in mine[number - 1]])):
+                part.add_(added)
+    for work, _ in sent:
         work.wait()
 
 
-def _parts(whole: torch.Tensor, part: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
-    """Return the parts of all ranks in `whole`; none on another backend or device, or if `part` has another size."""
-    if whole.device.type != "cpu" or dist.get_rank(group) < 0 or dist.get_backend(group) != "gloo":
-        return ()
-    size = dist.get_world_size(group)
-    fits = part.numel() and part.numel() * size == whole.numel() and part.dtype == whole.dtype
-    if not fits or not whole.is_contiguous() or not part.is_contiguous():
-        return ()
-    return whole.detach().view(-1).chunk(size)
+def _messages(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the slices of flat tensors that each message holds, whose sizes depend on the sum of elements alone."""
+    messages, room = list[list[torch.Tensor]](), 0
+    for part in parts:
+        while len(part):
+            if not room:
+                messages.append([])
+                room = _PIECE
+            messages[-1].append(part[:room])
+            part, room = part[room:], room - len(messages[-1][-1])
+    return messages
+
+
+def _in_parts(whole: torch.Tensor, part: torch.Tensor, group: Any) -> bool:
+    """Return whether gloo moves equal parts of `whole`: the same on all ranks, as sizes, dtypes and devices are."""
+    if dist.get_rank(group) < 0 or dist.get_backend(group) != "gloo":
+        return False
+    require_equal("a collective", {"elements, of a rank, dtype": (whole.numel(), part.numel(), whole.dtype)}, group)
+    fits = 0 < part.numel() * dist.get_world_size(group) == whole.numel() and part.dtype == whole.dtype
+    return fits and whole.device.type == "cpu"
 
 
 class _Works:
-    """Several collectives that are waited for as one."""
+    """Several collectives into a flat tensor, waited for as one; an output of other memory then gets a copy."""
 
-    def __init__(self, works: list[dist.Work]):
-        self._works = works
+    def __init__(self, works: list[dist.Work], whole: torch.Tensor, output: torch.Tensor):
+        self._works, self._whole, self._output = works, whole, output
 
     def wait(self) -> None:
         """Block until each collective has ended; raise the error of the first that failed."""
         for work in self._works:
             work.wait()
+        if self._whole.data_ptr() != self._output.data_ptr():
+            self._output.copy_(self._whole.view_as(self._output))
 
     def is_completed(self) -> bool:
         """Return True if each collective has ended."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
-import torch.distributed
+import torch.distributed as dist
 from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
+
+from ort_zero.errors import RankError
 
 
 def default_store() -> Store:
@@ -16,6 +20,30 @@ def default_store() -> Store:
         ValueError: no process group has been initialised.
     """
     return _get_default_store()
+
+
+def compares_ranks() -> bool:
+    """Return True at ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, where torch compares the collectives of all ranks."""
+    return dist.get_debug_level() == dist.DebugLevel.DETAIL
+
+
+def require_equal(what: str, values: Mapping[str, Any], group: Any, always: bool = False) -> None:
+    """Raise RankError on all ranks of `group` if values differ; compare at ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` alone.
+
+    At that level torch itself compares the kinds and sizes of collectives, but neither messages between two ranks nor
+    whose gradients are added up. All ranks of `group` must call; `always` compares at all levels. The message has the
+    first name whose values differ, with the values of all ranks.
+    """
+    if not (always or compares_ranks()):
+        return
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    everyone: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(everyone, {name: str(value) for name, value in values.items()}, group=group)
+    for name in dict.fromkeys(name for of_rank in everyone for name in of_rank):
+        texts = {rank: of_rank.get(name, "nothing") for rank, of_rank in zip(ranks, everyone, strict=True)}
+        if len(set(texts.values())) > 1:
+            listed = "; ".join(f"rank {rank} has {text}" for rank, text in texts.items())
+            raise RankError(f"{what} needs equal values on all ranks, but {name} differs: {listed}", texts)
 
 
 _FAILED_COLLECTIVE = re.compile(
@@ -31,7 +59,7 @@ def is_collective_error(error: BaseException | None) -> bool:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, torch.distributed.DistError):
+        if isinstance(error, dist.DistError):
             return True
         if type(error) is RuntimeError and _FAILED_COLLECTIVE.search(str(error)):
             return True

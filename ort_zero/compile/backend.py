@@ -82,6 +82,8 @@ def connect(running: Any, engine: Any) -> None:
         deepspeed_units.prefetch_less(engine, running.unit_modules())
     glibc.keep_freed_memory()
     deepspeed_buckets.bound_buckets(engine)  # whatever glibc does here: a bucket has one size on all ranks
+    if running.stage:
+        deepspeed_buckets.require_equal_sizes(engine, running.unit_modules())
     deepspeed_gradient_order.keep_order(engine.optimizer, running.unit_modules())
     if engine.flops_profiler_enabled():
         is_counted = deepspeed.flops_are_counted(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -142,4 +143,60 @@ def test_three_ranks_reduce_a_bucket_as_deepspeed_does():
 
 
 def test_a_reduction_into_another_tensor_leaves_its_input_alone():
-    assert run_on_ranks(reduced, 2, False, fresh=True) == [(True, ["reduce_scatter_function"])] * 2
+    assert run_on_ranks(reduced, 2, False, fresh=True) == [(True, ["isend"])] * 2
+    assert run_on_ranks(reduced, 3, False, fresh=True) == [(True, ["all_reduce"])] * 3
+
+
+def unequal(kind: str) -> str:
+    """Do on rank 1 what rank 0 does otherwise; return the error of this rank."""
+    import deepspeed
+    import torch.distributed as dist
+
+    from ort_zero.compat import gloo_collectives
+    from ort_zero.errors import RankError
+
+    rank = int(os.environ["RANK"])
+    try:
+        if kind == "units":
+            model = torch.nn.Sequential(
+                *(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2))
+            )
+            config = {
+                "train_micro_batch_size_per_gpu": 1,
+                "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+                "zero_optimization": {"stage": 2},
+                "ort_zero": {"exclude": ["*"] if rank else []},
+            }
+            deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        else:
+            deepspeed.init_distributed("gloo", verbose=False)
+            gloo_collectives._exchange([torch.ones(3 + rank), torch.ones(5)], (0, 1), dist.group.WORLD)
+    except RankError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("units", "elements of unit"), ("elements", "elements of rank 0 in the group differs: rank 0 has 3")],
+)
+def test_what_must_be_equal_and_is_not_is_one_error_on_both_ranks(kind: str, words: str):
+    first, second = run_on_ranks(unequal, 2, kind, fresh=True, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    assert first == second and words in first and "rank 1 has" in first
+
+
+def strided() -> tuple[bool, bool]:
+    """Gather and reduce where one rank alone has tensors that are not contiguous; return whether both are right."""
+    from deepspeed import comm
+
+    patched()
+    rank = comm.get_rank()
+    whole = torch.zeros(2 * SIZE, 1 + rank)[:, 0]
+    comm.allgather_fn(whole, torch.full((SIZE, 2 - rank), float(rank))[:, 0])
+    reduced = torch.zeros(SIZE, 1 + rank)[:, 0]
+    comm.reduce_scatter_fn(reduced, torch.ones(2 * SIZE, 2 - rank)[:, 0])
+    return torch.equal(whole, torch.arange(2.0).repeat_interleave(SIZE)), torch.equal(reduced, torch.full((SIZE,), 2.0))
+
+
+def test_tensors_that_are_not_contiguous_on_one_rank_meet_the_collectives_of_the_other():
+    assert run_on_ranks(strided, 2, fresh=True) == [(True, True)] * 2
