@@ -1,0 +1,230 @@
+"""Under ZeRO-2 and 3 a unit behaves as the module it stands for: the same as in plain DeepSpeed, on two ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import mutations
+import pytest
+import torch
+from comparison import Run, compare, trained_alike
+from launch_once import once
+from mutations import HOOKS, OF_THE_MODEL, OF_THE_PROCESS, WIDTH
+from torch import nn
+
+from ort_zero.testing.ranks import run_on_ranks
+
+
+def _batch(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * torch.distributed.get_rank() + step % 2)
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def _loss(engine: Any, step: int) -> torch.Tensor:
+    return engine(_batch(step)).square().mean()
+
+
+def changed(mutation: mutations.Mutation, stage: int, run: Run) -> None:
+    """Train, change the model, train, change it back, and train."""
+    engine = run.start(mutations.stack(), stage=stage)
+    run.train(_loss, 3)
+    undo = mutation(engine.module)
+    try:
+        mutations.calls.clear()
+        run.train(_loss, range(3, 5))
+        run.seen["calls"] = list(mutations.calls)
+    finally:
+        if undo is not None:
+            undo()
+    run.train(_loss, range(5, 7))
+
+
+class TwoResults(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared, self.main, self.aux = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        shared = torch.tanh(self.shared(x))
+        return x + self.main(shared), self.aux(shared)
+
+
+class AuxiliaryHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(TwoResults() for _ in range(2))
+
+    def forward(self, x):
+        heads = []
+        for layer in self.layers:
+            x, head = layer(x)
+            heads.append(head)
+        return x, *heads
+
+
+def heads(stage: int, run: Run) -> None:
+    """Use the auxiliary heads in some steps alone; note how often a hook on a head's gradient is called."""
+    torch.manual_seed(0)
+    engine = run.start(AuxiliaryHeads(), stage=stage)
+    run.seen["hooks"] = hooks = []
+    if stage == 2:  # ZeRO-3 replaces parameters' data, and its own hooks come first
+        for name, parameter in engine.module.named_parameters():
+            parameter.register_hook(lambda gradient, name=name: hooks.append(name))
+
+    def loss(engine: Any, step: int) -> torch.Tensor:
+        main, *others = engine(_batch(step))
+        parts = [main.square().mean(), *(each.square().mean() for each in others)]
+        return sum(parts) if step % 3 == 0 else parts[0] if step % 3 == 1 else parts[1]
+
+    run.train(loss, 6)
+    hooks.sort()
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    features: torch.Tensor
+    count: int = 0
+
+
+class Slotted:
+    __slots__ = ("count", "features")
+
+    def __init__(self, features: torch.Tensor, count: int = 0):
+        self.features, self.count = features, count
+
+
+class Nested:
+    def __init__(self, features: torch.Tensor, count: int = 0):
+        self.inside, self.count = {"all": [SimpleNamespace(features=features)]}, count
+
+    @property
+    def features(self) -> torch.Tensor:
+        return self.inside["all"][0].features
+
+
+class Recording(nn.Module):
+    """A block that returns an object with its result; `is_same` puts it into the object that came in."""
+
+    def __init__(self, kind: Callable[..., Any], is_same: bool = False):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.kind, self.is_same = kind, is_same
+
+    def forward(self, record):
+        x = record if isinstance(record, torch.Tensor) else record.features
+        x = x + self.down(torch.tanh(self.up(x)))
+        if self.is_same and not isinstance(record, torch.Tensor):
+            record.features = x
+            return record
+        return self.kind(features=x, count=1)
+
+
+def records(kind: Callable[..., Any], is_same: bool, stage: int, run: Run) -> None:
+    """Train blocks whose results are attributes of objects."""
+    torch.manual_seed(0)
+    run.start(nn.Sequential(*(Recording(kind, is_same) for _ in range(3))), stage=stage)
+    run.train(lambda engine, step: engine(_batch(step)).features.square().mean(), 4)
+
+
+class Cache:
+    def __init__(self):
+        self.states: list[torch.Tensor] = []
+
+
+class Cached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x, cache=None):
+        if cache is not None:
+            cache.states.append(x)
+            x = x + torch.cat(cache.states).mean(0)
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Generating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Cached() for _ in range(2))
+
+    def forward(self, x, caches=(None, None)):
+        for layer, cache in zip(self.layers, caches):
+            x = layer(x, cache=cache)
+        return x
+
+
+def generation(stage: int, run: Run) -> None:
+    """Train, generate with caches and with other sizes, and train."""
+    import ort_zero
+
+    def graphs() -> int:
+        models = ort_zero.status()["models"]
+        return models[-1]["compiled"]["graphs"] if models else 0
+
+    torch.manual_seed(0)
+    engine = run.start(Generating(), stage=stage)
+    run.train(_loss, 3)
+    before = graphs()
+    with torch.no_grad():
+        caches = Cache(), Cache()
+        for step in range(5):
+            run.losses.append(engine(_batch(step)[:1], caches=caches).sum().item())
+        for rows in range(1, 5):
+            run.losses.append(engine(_batch(0)[:rows]).sum().item())
+    run.notes["new graphs"] = graphs() - before
+    run.train(_loss, range(3, 6))
+
+
+CHANGES = {
+    **{name: HOOKS[name] for name in HOOKS if name.startswith("layer")},
+    **OF_THE_PROCESS,
+    **{name: change for name, change in OF_THE_MODEL.items() if name != "instance: forward of the unit"},
+}
+"""Changes that leave the weights alone, which are DeepSpeed's."""
+
+
+def scenarios(stage: int) -> dict[str, Callable[[Run], None]]:
+    """Return all scenarios of a stage by name."""
+    found: dict[str, Callable[[Run], None]] = {}
+    for name, change in list(CHANGES.items())[:: 1 if stage == 3 else 3]:  # gathers are what a change may meet
+        found[name] = lambda run, change=change: changed(change, stage, run)
+    found["auxiliary heads"] = lambda run: heads(stage, run)
+    for kind in (SimpleNamespace, Frozen, Nested):
+        found[f"records: {kind.__name__}"] = lambda run, kind=kind: records(kind, False, stage, run)
+    if stage == 2:  # plain ZeRO-3 cannot look into slots
+        found["records: Slotted"] = lambda run: records(Slotted, False, stage, run)
+    found["records: the object that came in"] = lambda run: records(SimpleNamespace, True, stage, run)
+    found["generation"] = lambda run: generation(stage, run)
+    return found
+
+
+def compare_stage(stage: int, folder: str) -> dict[str, Any]:
+    """Run on each rank: all scenarios of a stage."""
+    return compare(scenarios(stage), folder)
+
+
+@once
+def _launch(stage: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_on_ranks(compare_stage, 2, stage, folder, timeout=580)
+
+
+@pytest.mark.parametrize("stage, name", [(stage, name) for stage in (2, 3) for name in scenarios(stage)])
+def test_a_changed_engine_trains_as_in_plain_deepspeed(stage, name):
+    for rank, reports in enumerate(_launch(stage)):
+        report = reports[name]
+        trained_alike(report, f"{name}, ZeRO-{stage}, rank {rank}", failures=True)
+        plain, ours = report["seen"]
+        assert plain == ours, f"{name}, ZeRO-{stage}, rank {rank}"
+        assert max(report["parameters"].values()) <= 1e-4
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_generation_makes_no_graphs_of_caches(stage):
+    for reports in _launch(stage):
+        assert reports["generation"]["notes"][1]["new graphs"] <= 2, "sizes without a cache alone"
