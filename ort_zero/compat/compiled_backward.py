@@ -73,7 +73,7 @@ def _prepare(function: Any) -> None:
 
 
 class _Batches:
-    """Gradients that ``vmap`` has joined, such as those of ``is_grads_batched=True`` and of vectorized Jacobians.
+    """Gradients that ``vmap`` has joined, as for ``is_grads_batched=True`` and vectorized Jacobians.
 
     Args:
         values: the gradients, without the dimension of ``vmap`` where `dims` is None.

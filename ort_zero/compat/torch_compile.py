@@ -292,8 +292,8 @@ def allow_second_backwards() -> None:
 def is_taken_apart(arguments: Iterable[Any]) -> bool:
     """Return True where torch does not just compute with real tensors, so that a call must run the user's own code.
 
-    It traces, exports, compiles, batches or differentiates forward, a dispatch mode sees each operator, tensors have no
-    values, or hooks on all modules of the process want to see each module.
+    Torch then traces, exports, compiles, batches or differentiates forward. Or a dispatch mode sees each operator,
+    hooks on all modules of the process see each module, or tensors have no values.
 
     Args:
         arguments: the arguments of the call.

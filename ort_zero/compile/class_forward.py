@@ -57,7 +57,7 @@ def _read(read: Callable[[type], Any], cls: type) -> Any:
 
 
 def _names(cls: type) -> Iterator[str]:
-    """Yield the names of a class's methods and properties, without those of ``nn.Module`` and special methods."""
+    """Yield the names of a class's methods and properties, without special methods and the methods of ``nn.Module``."""
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():
             if isinstance(value, _METHODS) and not name.startswith("__"):

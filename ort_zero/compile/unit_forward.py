@@ -112,7 +112,7 @@ class UnitForward:
         return results
 
     def _is_current(self) -> bool:
-        """Return True if the forward that was compiled is the one that the unit's class has now."""
+        """Return True if the unit's class still has the forward that was compiled."""
         return isinstance(self.original, _OwnForward) or type(self.unit).forward is self.original
 
     def _run_plainly(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:

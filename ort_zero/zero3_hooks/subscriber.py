@@ -81,8 +81,8 @@ class AfterBackward(torch.autograd.Function):
         return (*grads, None)
 
 
-_PASSED = BeforeBackward._backward_cls
-"""The class of autograd nodes of outputs that have passed through an action."""
+_PASSED = f"{BeforeBackward.__name__}Backward"
+"""Name of the autograd nodes of outputs that have passed through an action."""
 
 
 class _ActionsHandle:
@@ -174,6 +174,6 @@ class ZeROOffloadSubscriber(ModuleSubscriber):
 
     def _before_backward(self, module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor of an object as it passes through the module's action; None for what another unit made."""
-        if isinstance(tensor.grad_fn, (type(None), _PASSED)):
+        if tensor.grad_fn is None or tensor.grad_fn.name() == _PASSED:
             return None
         return getattr(module, deepspeed_hooks.BEFORE_BACKWARD).apply(tensor)

@@ -107,7 +107,7 @@ ALLOWED: dict[str, set[str]] = {
                    "checkpoint.saves", "utils"},
     # models in ONNX Runtime: what a backend offers, what is in place, and the frozen engine of onnxruntime-training
     "backends.interface": {"config"},
-    "backends.registry": {"utils"},
+    "backends.registry": {"compat", "utils"},
     "ortmodule": {"backends.interface", "backends.registry", "compat", "config", "distributed", "env", "errors", "log",
                   "statistics.collect", "utils", "zero3_hooks"},
     # the torch.compile backend on today's ONNX Runtime; its conversions know nothing of the rest
