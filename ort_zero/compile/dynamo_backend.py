@@ -21,7 +21,6 @@ from ort_zero.compile.conversion.fragments import Fragment
 from ort_zero.compile.executor import SegmentRunner, program_of
 from ort_zero.compile.head_loss import IN_PYTORCH, Product, Products, fuse_head_and_loss
 from ort_zero.compile.memory import Kept
-from ort_zero.compile.missing_gradients import without_missing_gradients
 from ort_zero.compile.module_paths import is_below
 from ort_zero.compile.partition import decompositions
 from ort_zero.compile.patterns import keep_gradients_of_eager, replace_compositions
@@ -173,8 +172,6 @@ class Compiler:
             if len(refused) == before:
                 break
         program = program_of(module, plan, runners, symbols, returned)
-        if direction == "backward":
-            program = without_missing_gradients(program, module.graph, symbols)
         graph = records.graph_record(plan, runners, direction, self._unit, reason)
         self.record.add(graph)
         log.get_logger().log(log.DEVINFO, "%s, graph %d, %s", self._unit, self.recompilations.graphs, graph.text())

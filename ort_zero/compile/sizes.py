@@ -45,9 +45,9 @@ class SymbolReader:
         return expression.free_symbols <= self._sources.keys()
 
     def read(self, arguments: Sequence[Any]) -> Symbols:
-        """Return the values of the symbols in a call; sizes of an argument that is None count as 1."""
+        """Return the values of the symbols in a call with these arguments."""
         return tuple(
-            int(arguments[index]) if dim is None else arguments[index].shape[dim] if arguments[index] is not None else 1
+            int(arguments[index]) if dim is None else arguments[index].shape[dim]
             for index, dim in self._sources.values()
         )
 

@@ -200,6 +200,26 @@ def test_a_function_that_tells_missing_gradients_from_zeros_runs_in_pytorch():
     assert "set_materialize_grads" in status["failures"]["0"] and status["units"] == ["1"]
 
 
+class Stopping(torch.autograd.Function):
+    """Has no gradient for the first of two inputs."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        return x + y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, gradient
+
+
+def test_a_function_between_units_that_returns_no_gradient_leaves_the_weights_before_it_without_one():
+    plain, ours = pair(blocks)
+    for model in (plain, ours):
+        Stopping.apply(model[0](batch()), model[1](batch())).square().sum().backward()
+        assert all(parameter.grad is None for parameter in model[0].parameters())
+    assert_close([p.grad for p in ours[1].parameters()], [p.grad for p in plain[1].parameters()])
+
+
 # -- whoever takes a model apart gets the user's own -------------------------------------------------------------------
 
 
