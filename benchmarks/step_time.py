@@ -42,10 +42,11 @@ LARGE_PAGES = ", large pages"
 """Ends the name of a variant whose large tensors lie in pages of 2 MiB, by torch's own variable."""
 VARIANTS = (
     "torch", f"torch{LARGE_PAGES}", "compile", "segments", f"segments{LARGE_PAGES}", "segments, all in ort",
-    "segments, 55 %", "ort", "ort, own kernels",
+    "segments, 55 %", "segments, no samples", "segments, no guards", "ort", "ort, own kernels",
 )  # fmt: skip
 """Eager PyTorch; torch.compile by Inductor; the compile backend with measured placement, with all in ONNX Runtime, and
-with a memory budget of 55 %; ORTModule. The last two need onnxruntime-training."""
+with a memory budget of 55 %; without checks; without what has a unit follow its module's hooks, methods and missing
+gradients; ORTModule. The last two need onnxruntime-training."""
 DEFAULT = ("torch", "compile", "segments")
 _SETTLING = 400
 """Most steps for which the compile backend may go on deciding where segments and units run."""
@@ -77,6 +78,10 @@ class Variant:
             section = {"backend": "compile", "compile": {"place": place}}
             if kind == "segments, 55 %":
                 section["memory"] = {"recompute": "auto", "budget": "55%"}
+            elif kind == "segments, no samples":
+                section["compile"]["verify"] = "off"
+            elif kind == "segments, no guards":
+                _leave_out_guards()
         self.runtime: Any = None
         if self.stage:
             zero: dict[str, Any] = {}
@@ -148,6 +153,18 @@ class Variant:
         assert graph["runs"] == {"forward": self.steps, "backward": self.steps}, status
         done = {key: graph[key] / self.steps for key in ("gathers", "gathered_elements", "reduces")}
         return {**done, "kernels": dict(graph["kernels"]), "nodes": graph["nodes"], "python_ops": graph["python_ops"]}
+
+
+def _leave_out_guards() -> None:
+    """Have units run as ``torch.compile`` runs them: graphs go on whatever hooks, methods and gradients change."""
+    from ort_zero.compat import compiled_backward, torch_compile
+    from ort_zero.compile import class_forward, unit_forward
+
+    torch_compile._DYNAMO_OPTIONS["skip_nnmodule_hook_guards"] = True
+    class_forward.ClassCode.replaced = lambda self, unit: None
+    unit_forward.is_taken_apart = lambda arguments: False
+    unit_forward.called_module = lambda depth: None
+    compiled_backward.prepare_backward = lambda results: True
 
 
 def measure(name: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -170,6 +170,31 @@ def test_unused_gradients_are_refused_or_none_as_in_pytorch():
         assert main is not None and aux is None
 
 
+class MainAlone(AuxiliaryHeads):
+    """Returns the main result, so that the heads lead nowhere."""
+
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+def test_ddp_finds_the_parameters_that_a_loss_does_not_use(one_rank):
+    plain, ours = pair(MainAlone)
+    losses = []
+    for model in (plain, ours):
+        ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        losses.append([])
+        for _ in range(4):  # a parameter that is waited for would raise in the second step
+            optimizer.zero_grad()
+            loss = ddp(batch()).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+        assert model.layers[0].aux.weight.grad is None
+    assert_close(*losses)
+    assert backwards(ours) >= 8
+
+
 class Told(torch.autograd.Function):
     """Tells a missing gradient from zeros."""
 
