@@ -16,20 +16,18 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
 from ort_zero.compat.torch_compile import tree_leaves
+from ort_zero.errors import ExportError
+from ort_zero.statistics.collect.graph_passes import is_observation
 
 _MAX_PARTS = 6
 """Parts of a graph from which PyTorch runs the unit: each part costs a fourth of a millisecond a call."""
-
-
-class TooManyPartsError(Exception):
-    """A graph whose inputs have gradients of different results cannot be divided into few parts."""
 
 
 def divided(module: GraphModule) -> GraphModule | None:
     """Return a module that calls parts of a graph in order, as submodules; None where one graph is right.
 
     Raises:
-        TooManyPartsError: the graph would have more than a few parts.
+        ExportError: the graph would have many parts, or statistics look into it, whose operators belong together.
     """
     nodes = list(module.graph.nodes)
     results = {node for node in tree_leaves(nodes[-1].args) if isinstance(node, Node) and _needs_gradient(node)}
@@ -46,8 +44,9 @@ def divided(module: GraphModule) -> GraphModule | None:
             number += 1
         current = reached or current
         parts[node] = number
-    if number >= _MAX_PARTS:
-        raise TooManyPartsError("its results lead to different parameters, in too many parts")
+    if number >= _MAX_PARTS or any(map(is_observation, nodes)):
+        why = "statistics look into it" if any(map(is_observation, nodes)) else f"in more than {_MAX_PARTS} parts"
+        raise ExportError(f"some of its parameters have gradients of some of its results alone, and {why}")
     return split_module(module, module, lambda node: parts.get(node, 0), keep_original_order=True)
 
 

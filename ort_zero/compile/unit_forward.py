@@ -36,7 +36,7 @@ class UnitForward:
 
     Args:
         unit: the unit.
-        compiled: the compiled forward, called with the unit and the arguments.
+        compile_function: compiles a function of the unit and its arguments; the same function is compiled once.
         original: the unit's own forward, called with the unit and the arguments.
         failed: called with the error of a compilation that failed; raises it or lets PyTorch run the unit.
         is_slower: returns whether the unit is faster in PyTorch.
@@ -47,7 +47,7 @@ class UnitForward:
     def __init__(
         self,
         unit: nn.Module,
-        compiled: Callable[..., Any],
+        compile_function: Callable[[Callable[..., Any]], Callable[..., Any]],
         original: Callable[..., Any],
         failed: Callable[[Exception], None],
         is_slower: Callable[[], bool] = lambda: False,
@@ -55,7 +55,8 @@ class UnitForward:
         trial_of: Callable[[nn.Module, Any], UnitTrial | None] = lambda unit, inputs: None,
     ):
         self.unit = unit
-        self.compiled: Callable[..., Any] | None = compiled
+        self._compile = compile_function
+        self.compiled: Callable[..., Any] | None = compile_function(original)
         self.original = original
         self.failed = failed
         self.is_slower = is_slower
@@ -79,8 +80,11 @@ class UnitForward:
         if module is not None and module is not self.unit and vars(module).get(_NAME) is self:
             del vars(module)[_NAME]
             return self._run_plainly(module, args, kwargs)
-        if self.compiled is None or self.is_suspended or not self._is_current():
+        if self.compiled is None or self.is_suspended:
             return self._run_plainly(self.unit, args, kwargs)
+        if not isinstance(self.original, _OwnForward) and type(self.unit).forward is not self.original:
+            self.original = type(self.unit).forward
+            self.compiled = self._compile(self.original)
         self.calls += 1
         # not in a backward: activation checkpointing must compute again what the forward has computed
         trial = None
@@ -111,10 +115,6 @@ class UnitForward:
         self.compiled = None
         return results
 
-    def _is_current(self) -> bool:
-        """Return True if the unit's class still has the forward that was compiled."""
-        return isinstance(self.original, _OwnForward) or type(self.unit).forward is self.original
-
     def _run_plainly(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the forward that a module has without ort_zero."""
         if isinstance(self.original, _OwnForward):
@@ -140,9 +140,10 @@ class UnitForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitForward:
         unit = memo.get(id(self.unit), self.unit)
-        compiled = self.compiled or self.original
         others = self.is_slower, self.differentiated, self.trial_of
-        return UnitForward(unit, compiled, self.original, self.failed, *others)
+        copied = UnitForward(unit, self._compile, self.original, self.failed, *others)
+        copied.compiled = self.compiled or self.original
+        return copied
 
     def __reduce__(self) -> Any:
         if isinstance(self.original, _OwnForward):
@@ -162,7 +163,7 @@ def replace_forward(
 
     Args:
         unit: the unit.
-        compile_function: compiles a function of the unit and its arguments; the same function is compiled once.
+        compile_function: see :class:`UnitForward`.
         failed: see :class:`UnitForward`.
         is_slower: see :class:`UnitForward`.
         differentiated: see :class:`UnitForward`.
@@ -175,8 +176,7 @@ def replace_forward(
         original = _OwnForward(current)
     else:
         original = type(unit).forward
-    forward = UnitForward(unit, compile_function(original), original, failed, is_slower, differentiated, trial_of)
-    setattr(unit, _NAME, forward)
+    setattr(unit, _NAME, UnitForward(unit, compile_function, original, failed, is_slower, differentiated, trial_of))
 
 
 def restore_forward(unit: nn.Module) -> None:
