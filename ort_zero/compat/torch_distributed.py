@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed
 from torch.distributed import Store
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
 
 
 def default_store() -> Store:
@@ -16,6 +19,15 @@ def default_store() -> Store:
         ValueError: no process group has been initialised.
     """
     return _get_default_store()
+
+
+def default_timeout() -> timedelta:
+    """Return the time limit of the default process group, as ``init_process_group(timeout=...)`` set it."""
+    group: Any = torch.distributed.group.WORLD
+    for device in ("cpu", "cuda"):
+        with suppress(AttributeError, RuntimeError):  # no backend for the device, or an old torch without options
+            return group._get_backend(torch.device(device)).options._timeout
+    return default_pg_timeout
 
 
 _FAILED_COLLECTIVE = re.compile(
