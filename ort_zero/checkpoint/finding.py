@@ -246,7 +246,8 @@ def whole_checkpoints_text(folder: Folder, apart_from: Folder | None = None) -> 
 
 def _with_whole_names(error: CheckpointError, folder: Folder, apart_from: Folder | None = None) -> CheckpointError:
     """Return the error with the names of the other, whole checkpoints in `folder` appended."""
-    return type(error)(f"{error}; {whole_checkpoints_text(folder, apart_from)}")
+    text = str(error).partition("; tags there: ")[0]
+    return type(error)(f"{text}; {whole_checkpoints_text(folder, apart_from)}")
 
 
 def _wrong_size(source: Source, folder: Folder) -> str | None:

@@ -60,14 +60,14 @@ def open_checkpoint(
         folder = manifest.locate(path, tag)
         ours = manifest.open_ours(folder)
         if ours is not None:
-            return _without_scratch(replace(ours, notes=(*ours.notes, *note_on_other(folder))))
+            return _with_remarks(replace(ours, notes=(*ours.notes, *note_on_other(folder))))
         if file_names.recognises(folder):
             from ort_zero.checkpoint.deepspeed.reader import open_deepspeed
             from ort_zero.checkpoint.deepspeed.split_rules import parse_rules
 
             rules = parse_rules(tp_split)
             try:
-                return _without_scratch(open_deepspeed(folder, trust_pickle, rules))
+                return _with_remarks(open_deepspeed(folder, trust_pickle, rules))
             except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
                 # a pickle can hold any values; the readers check the usual ones, and hostile ones cause these errors
                 said = f"{type(error).__name__}: {error}"
@@ -77,8 +77,7 @@ def open_checkpoint(
         raise no_checkpoint(folder)
 
 
-def _without_scratch(source: Source) -> Source:
-    """Return a checkpoint without the scratch buffers that DeepSpeed keeps among the optimizer's states."""
-    if not any(tensor.is_scratch for tensor in source.tensors):
-        return source
-    return replace(source, tensors=tuple(tensor for tensor in source.tensors if not tensor.is_scratch))
+def _with_remarks(source: Source) -> Source:
+    """Return a checkpoint with its remarks, without the scratch buffers that DeepSpeed keeps among the states."""
+    tensors = tuple(tensor for tensor in source.tensors if not tensor.is_scratch)
+    return replace(source, tensors=tensors, notes=(*source.notes, *source.remarks()))

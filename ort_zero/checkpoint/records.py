@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ort_zero.checkpoint.files.dtypes import itemsize
+from ort_zero.utils.text import shortened
 
 MASTER = "master"
 """Kind of the values that the optimizer updates: fp32 copies, or in an fp32 run the weights themselves."""
@@ -19,9 +20,18 @@ WEIGHT = "weight"
 """Kind of a parameter without master weights: frozen, or saved without an optimizer."""
 BUFFER = "buffer"
 """Kind of a persistent buffer of the module."""
+MODULE = "module"
+"""Kind of a trained parameter's weights in the module, where they are not the masters, cast to the module's dtype."""
+BUFFER_OF_RANK = "buffer_of_rank_"
+"""Beginning of the kinds of buffers that differ from rank 0's, which have the kind :data:`BUFFER`: the rank follows."""
 MAX_NAMED = 20
 """Maximum number of names in a message."""
 # every other kind is the name of an optimizer state: "exp_avg", "exp_avg_sq", "momentum_buffer", ...
+
+
+def buffer_kind(rank: int) -> str:
+    """Return the kind of a rank's buffers."""
+    return f"{BUFFER_OF_RANK}{rank}" if rank else BUFFER
 
 
 class Piece(NamedTuple):
@@ -75,7 +85,12 @@ class Tensor:
     @property
     def is_optimizer_state(self) -> bool:
         """True for moments and other optimizer state per parameter."""
-        return self.kind not in (MASTER, WEIGHT, BUFFER)
+        return self.kind not in (MASTER, WEIGHT, BUFFER, MODULE) and not self.is_of_one_rank
+
+    @property
+    def is_of_one_rank(self) -> bool:
+        """True for the buffer of a rank that is not rank 0's."""
+        return self.kind.startswith(BUFFER_OF_RANK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +155,8 @@ class Source:
     dtype: str | None = None
     """Code of the dtype in which the module computes: its weights are the master weights, cast. None if the format does
     not store it."""
+    left_out: frozenset[str] = frozenset()
+    """Names of the frozen parameters that the save left out (``exclude_frozen_parameters``), as far as known."""
 
     def by_name(self, kind: str) -> dict[str, Tensor]:
         """Return the tensors of one kind by name, in their order."""
@@ -149,7 +166,24 @@ class Source:
         """Return the most precise stored tensor of every parameter and buffer by name: master weights, else weights."""
         chosen: dict[str, Tensor] = {}
         for tensor in self.tensors:
-            if tensor.is_optimizer_state or (tensor.kind == WEIGHT and tensor.name in chosen):
-                continue
-            chosen[tensor.name] = tensor
+            if tensor.kind in (MASTER, BUFFER) or (tensor.kind == WEIGHT and tensor.name not in chosen):
+                chosen[tensor.name] = tensor
         return chosen
+
+    def with_weights_of(self, origin: str) -> Source:
+        """Return the checkpoint with the masters alone, or for "module" with the module's weights in their place."""
+        weights = self.by_name(MODULE) if origin == "module" else {}
+        chosen = [replace(weights.get(t.name, t), kind=MASTER) if t.kind == MASTER else t for t in self.tensors]
+        return replace(self, tensors=tuple(t for t in chosen if t.kind != MODULE))
+
+    def remarks(self) -> tuple[str, ...]:
+        """Return one sentence for each kind of tensor that only some uses of the checkpoint take."""
+        sentences = {
+            "the module's weights of %s are not the masters, cast (others were put there after the last step): "
+            "load_checkpoint restores both under ZeRO-1 and 2; ort-zero aggregate takes the masters, or the module's "
+            "weights with --from module": list(self.by_name(MODULE)),
+            f"the buffers %s differed between the {self.world_size} ranks: on as many ranks each gets its own again, "
+            "everything else takes rank 0's": list(dict.fromkeys(t.name for t in self.tensors if t.is_of_one_rank)),
+            "it was saved without the frozen parameters %s (exclude_frozen_parameters)": sorted(self.left_out),
+        }
+        return tuple(text % shortened(names, MAX_NAMED) for text, names in sentences.items() if names)

@@ -202,6 +202,7 @@ def convert_zero_checkpoint_to_state_dict(
             max_shard_size=_NO_LIMIT if max_shard_size is None else max_shard_size,
             format="safetensors" if safe_serialization else "torch",
             exclude_frozen=exclude_frozen_parameters,
+            part=True,
         )
         stem, end = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
         family = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{end}(\.index\.json)?")

@@ -46,6 +46,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         "--format", choices=("safetensors", "torch"), default="safetensors", help="file format of the weights"
     )
     parser.add_argument("--workers", type=int, metavar="N", help="threads of a rank (default: by cores)")
+    origins = "module: where weights were put into the module after the last step, these (default: masters)"
+    parser.add_argument("--from", dest="weights_from", choices=("masters", "module"), default="masters", help=origins)
+    parser.add_argument("--base", metavar="MODEL", help="takes frozen parameters that the save left out from MODEL")
+    parser.add_argument("--part", action="store_true", help="write a model without what the save left out")
     parser.add_argument("--exclude-frozen", action="store_true", help="leave out frozen parameters")
     parser.add_argument("--dry-run", action="store_true", help="list the files that would be written, and write none")
     parser.add_argument("--no-verify", action="store_true", help="do not check the source's checksums")
@@ -94,6 +98,9 @@ def run(args: argparse.Namespace) -> int:
             rename=args.rename,
             merge_lora=args.merge_lora,
             adapter=args.adapter,
+            weights_from=args.weights_from,
+            base=args.base,
+            part=args.part,
             ranks=ranks,
         )
 

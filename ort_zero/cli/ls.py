@@ -48,7 +48,11 @@ def text_of(checkpoints: Sequence[ListedCheckpoint]) -> str:
     rows: list[tuple[str, ...]] = [("tag", "format", "step", "ZeRO", "ranks", "size", "age", "whole")]
     for checkpoint in checkpoints:
         whole = {True: "yes", False: "no", None: "unknown"}[checkpoint.whole]
-        reason = f": {checkpoint.reason}" if checkpoint.reason else ""
+        reason = f": {checkpoint.reason}".partition("\n")[0] if checkpoint.reason else ""
+        if checkpoint.left_out:
+            reason += f"; without {len(checkpoint.left_out)} frozen parameters"
+        if checkpoint.partial_bytes:
+            reason += f"; beside it {decimal_size(checkpoint.partial_bytes)} of an interrupted save"
         numbers = (checkpoint.step, checkpoint.zero_stage, checkpoint.world_size)
         rows.append(
             (
@@ -57,7 +61,7 @@ def text_of(checkpoints: Sequence[ListedCheckpoint]) -> str:
                 *("-" if number is None else str(number) for number in numbers),
                 decimal_size(checkpoint.bytes),
                 "-" if checkpoint.age is None else age_text(checkpoint.age),
-                f"{whole}{reason}".partition("\n")[0],
+                f"{whole}{reason}",
             )
         )
     return "\n".join(aligned(rows, right=range(2, 7)))

@@ -87,6 +87,13 @@ def loads_universal_checkpoints(engine: Any) -> bool:
     return asked is not None and bool(asked())
 
 
+def has_masters_without_zero(engine: Any) -> bool:
+    """Return True for bf16 or fp16 without ZeRO, where DeepSpeed's own optimizer keeps all masters on each rank."""
+    from torch.optim import Optimizer
+
+    return not int(engine.zero_optimization_stage()) and not isinstance(engine.optimizer, (Optimizer, type(None)))
+
+
 def world_size_and_stage(engine: Any) -> tuple[int, int]:
     """Return the number of data-parallel ranks of the engine, and its ZeRO stage."""
     return int(engine.seq_dp_world_size), int(engine.zero_optimization_stage())

@@ -207,6 +207,11 @@ class EngineState:
             else:
                 yield LocalPart(name=name, start=0, tensor=parameter.data, length=parameter.numel())
 
+    def module_weights(self) -> dict[str, torch.Tensor]:
+        """Return the module's weights that ZeRO-1 and 2 keep beside masters, by name, flattened; live if contiguous."""
+        names = self.optimized() if self.stage in (1, 2) else ()
+        return {name: parameter.data.reshape(-1) for name, parameter in self.parameters.items() if name in names}
+
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the persistent buffers under their first names."""
         for prefix, module in self.module.named_modules():

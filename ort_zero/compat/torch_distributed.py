@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import Store
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
 
 from ort_zero.errors import RankError
 
@@ -44,6 +47,15 @@ def require_equal(what: str, values: Mapping[str, Any], group: Any, always: bool
         if len(set(texts.values())) > 1:
             listed = "; ".join(f"rank {rank} has {text}" for rank, text in texts.items())
             raise RankError(f"{what} needs equal values on all ranks, but {name} differs: {listed}", texts)
+
+
+def default_timeout() -> timedelta:
+    """Return the time limit of the default process group, as ``init_process_group(timeout=...)`` set it."""
+    group: Any = dist.group.WORLD
+    for device in ("cpu", "cuda"):
+        with suppress(AttributeError, RuntimeError):  # no backend for the device, or an old torch without options
+            return group._get_backend(torch.device(device)).options._timeout
+    return default_pg_timeout
 
 
 _FAILED_COLLECTIVE = re.compile(

@@ -119,7 +119,10 @@ class PeerGroup(RankGroup):
             return collective(value)
         except RuntimeError as error:
             self.broken = True
-            raise CheckpointError(f"another rank is gone, or did not answer in time: {first_line_of(error)}") from error
+            raise CheckpointError(
+                "another rank is gone, or did not answer in time (saves, loads and the like must be called on all "
+                f"ranks): {first_line_of(error)}"
+            ) from error
 
 
 class TorchProcessGroup(PeerGroup):

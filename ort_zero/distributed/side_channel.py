@@ -6,20 +6,16 @@ connection must also survive ``destroy_process_group()`` at the end of a script,
 
 from __future__ import annotations
 
-import datetime
-import itertools
 import pickle
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ort_zero.compat.torch_distributed import default_store
+from ort_zero.compat.torch_distributed import default_store, default_timeout
 from ort_zero.distributed.raise_on_all_ranks import PeerGroup
 from ort_zero.utils.open_files import allow_open_files
 
-_numbers = itertools.count()
-_TIMEOUT = datetime.timedelta(minutes=30)
 _FIRST = 1024
 """Bytes of the first message, which holds the length and most values; a second message carries longer rests."""
 _LENGTH = 8
@@ -29,11 +25,15 @@ _LENGTH = 8
 class SideChannel:
     """A connection that moves Python objects between all ranks. All ranks must construct it, in the same order."""
 
+    _made = 0
+    """Number of connections that this process has made; an attempt that failed is repeated under the same number."""
+
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        store = dist.PrefixStore(f"ort_zero/side_channel/{next(_numbers)}", default_store())
+        store = dist.PrefixStore(f"ort_zero/side_channel/{SideChannel._made}", default_store())
         allow_open_files(self.size)
-        self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.size, _TIMEOUT)
+        self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.size, default_timeout())
+        SideChannel._made += 1
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of every rank. All ranks must call.
@@ -87,7 +87,7 @@ class SideChannelGroup(PeerGroup):
     """The group of all ranks over a separate connection. All ranks must construct it, in the same order."""
 
     def __init__(self) -> None:
-        self._channel = SideChannel()
+        (self._channel,) = self._reached(lambda _: [SideChannel()], None)
         self.rank, self.size = self._channel.rank, self._channel.size
 
     def _exchange(self, value: Any) -> list[Any]:

@@ -73,6 +73,13 @@ def _note(engine: Any) -> None:
     note_this_rank()  # if the engine itself has made the process group
     remember_ranks()
     lone_failures.prepare()
+    section = getattr(engine, "ort_zero_section", None)
+    if section is not None and section.checkpoint.sharded and ds_compat.has_masters_without_zero(engine):
+        engine.__dict__["ort_zero_saves_whole"] = True
+        log.get_logger().warning(
+            "without ZeRO, save_checkpoint writes bf16 and fp16 runs in DeepSpeed's own format, at once; "
+            'for a sharded checkpoint use "zero_optimization": {"stage": 1}'
+        )
     from ort_zero.statistics.collect.subscriber_manager import remember_zero_stage
 
     remember_zero_stage(engine.module, int(engine.zero_optimization_stage()))
@@ -116,7 +123,7 @@ def _save_checkpoint(original):
     @functools.wraps(original)
     def save_checkpoint(self, *args, **kwargs):
         section = getattr(self, "ort_zero_section", None)
-        if section is None or not section.checkpoint.sharded:
+        if section is None or not section.checkpoint.sharded or "ort_zero_saves_whole" in self.__dict__:
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
@@ -154,7 +161,9 @@ def _load_checkpoint(original):
             return original(self, *args, **kwargs)
 
         if ds_compat.loads_universal_checkpoints(self):
-            return by_deepspeed()
+            arguments["tag"], is_universal = checkpoint_loading.universal_tag(arguments["load_dir"], arguments["tag"])
+            if is_universal:
+                return by_deepspeed()
         written_by = checkpoint_loading.format_of(arguments["load_dir"], arguments["tag"])
         if written_by is None or (written_by == "deepspeed" and arguments["custom_load_fn"] is not None):
             return by_deepspeed()

@@ -19,9 +19,10 @@ def made(
     sharded: bool = True,
     groups: Callable[[Any], list] | None = None,
     section: bool = True,
+    more: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Return an engine around :class:`Odd` with an optimizer, or with one that DeepSpeed makes by its name."""
+    """Return an engine around :class:`Odd` with an optimizer, or one that DeepSpeed makes by name; `more` is config."""
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -32,6 +33,7 @@ def made(
         "gradient_accumulation_steps": accumulate,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
+        **(more or {}),
     }
     if section:
         config["ort_zero"] = {"ortmodule": {"enabled": False}, "checkpoint": {"sharded": sharded}}

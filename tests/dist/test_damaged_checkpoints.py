@@ -205,8 +205,8 @@ FAULTS = {
         lambda tag: edit_manifest(tag, set_dtype), r"wrong at tensors\.0\.dtype.*unknown dtype.*F7", manifest.NAME
     ),
     "next_version": Fault(
-        lambda tag: edit_manifest(tag, lambda value: value.update(version=3)),
-        "has format version 3",
+        lambda tag: edit_manifest(tag, lambda value: value.update(version=4)),
+        "has format version 4",
         manifest.NAME,
         kind=PLAIN,
     ),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ort_zero.testing.ranks import run_script_on_ranks
+from ort_zero.testing.ranks import run_on_ranks, run_script_on_ranks
 
 SCRIPT = """
 import datetime, os, signal, sys, time
@@ -47,3 +51,36 @@ def test_the_rank_that_does_not_answer_is_named(tmp_path: Path, name: str, state
     line = rf"\[ort_zero rank 0 on {host}\] a collective failed: rank 1 \({host}, process {pid}\) is {state}"
     assert re.search(line, first.stderr), first.stderr
     assert first.stderr.count("a collective failed") == 1 and "Traceback" in first.stderr
+
+
+def save_alone(folder: str) -> dict[str, Any]:
+    """Let rank 0 save alone, before all ranks have saved together and after; return its errors, and whether all can."""
+    import deepspeed
+    import torch.distributed as dist
+    from checkpoint_engines import engine_of, outcome
+
+    deepspeed.init_distributed("gloo", timeout=datetime.timedelta(seconds=5))
+    engine = engine_of(2)
+    found = {}
+
+    def alone(which: str, action: Callable[[], Any]) -> None:
+        """Let rank 0 alone do this, while rank 1 waits for a file: its collectives would end at the limit too."""
+        done = Path(folder, which)
+        if dist.get_rank() == 0:
+            found[which] = outcome(action)
+            done.touch()
+        while not done.exists():
+            time.sleep(0.1)
+
+    alone("first", lambda: engine.save_checkpoint(folder, tag="alone"))
+    engine.save_checkpoint(folder, tag="together")
+    alone("later", lambda: engine.load_checkpoint(folder, tag="together"))
+    return found
+
+
+def test_a_save_or_load_on_one_rank_alone_ends_at_the_limit_of_the_process_group(tmp_path: Path) -> None:
+    found, _ = run_on_ranks(save_alone, 2, str(tmp_path), timeout=200)
+    for which in ("first", "later"):
+        assert found[which]["type"] == "CheckpointError" and "called on all ranks" in found[which]["text"], found
+        assert 4 < found[which]["seconds"] < 40, found
+    assert not (tmp_path / "alone").exists() and (tmp_path / "together" / "manifest.json").exists()

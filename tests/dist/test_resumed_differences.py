@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,12 @@ from checkpoint_engines import Odd, differences, values_of
 from optimizer_kinds import COMPILED, OPTIMIZERS, WITHOUT_ZERO, Peculiar
 from resumed_engines import CHANGES, made, step
 
-from ort_zero.checkpoint import aggregate, verify
+from ort_zero.checkpoint import aggregate, convert, diff, verify
+from ort_zero.cli.main import main
 from ort_zero.errors import CheckpointError
 
 STAGES = (0, 1, 2, 3)
+CONFIG = json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]})
 
 
 def saved(folder: Any, micro_steps: int = 2, **options: Any) -> None:
@@ -432,7 +437,103 @@ def test_a_parameter_that_is_trained_now_is_named(tmp_path, caplog):
     engine.destroy()
 
 
+def test_a_parameter_that_is_frozen_now_is_named_since_its_moments_are_lost(tmp_path, caplog):
+    saved(tmp_path)
+    model = Odd(seed=1)
+    model.hidden.requires_grad_(False)
+    engine = made(model=model)
+    engine.load_checkpoint(str(tmp_path))
+    assert any("hidden.weight, hidden.bias was trained" in text for text in warnings_of(caplog))
+    caplog.clear()
+    engine.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+    assert not warnings_of(caplog)
+    engine.destroy()
+
+
+def test_what_a_save_leaves_out_is_named_and_filled_from_a_model(tmp_path, capsys, caplog):
+    engine = made()
+    step(engine, range(2))
+    engine.save_checkpoint(str(tmp_path / "whole"), tag="t")
+    engine.save_checkpoint(str(tmp_path / "part"), tag="t", exclude_frozen_parameters=True)
+    engine.load_checkpoint(str(tmp_path / "part"))
+    assert any("without the frozen parameters frozen.bias, frozen.weight" in text for text in warnings_of(caplog))
+    engine.destroy()
+    whole, part = str(tmp_path / "whole"), str(tmp_path / "part")
+    aggregate(whole, tmp_path / "model")
+    assert main(["verify", part]) == 0 and "without the frozen parameters frozen.bias" in capsys.readouterr().out
+    assert main(["ls", part]) == 0 and "yes; without 2 frozen parameters" in capsys.readouterr().out
+    assert main(["aggregate", part, str(tmp_path / "free")]) == 0  # from_pretrained takes no folder without config.json
+    assert "without the frozen parameters frozen.bias" in capsys.readouterr().out
+    (tmp_path / "part" / "config.json").write_text(CONFIG)
+    converted = str(tmp_path / "converted")
+    convert(part, converted, progress=False)
+    (tmp_path / "converted" / "config.json").write_text(CONFIG)
+    for source in (part, converted):
+        assert main(["aggregate", source, str(tmp_path / "refused")]) == 2
+        assert "frozen.bias, frozen.weight, which from_pretrained" in capsys.readouterr().err
+    assert not (tmp_path / "refused").exists()
+    assert main(["aggregate", part, str(tmp_path / "a_part"), "--part"]) == 0
+    assert main(["aggregate", part, str(tmp_path / "filled"), "--base", str(tmp_path / "model")]) == 0
+    assert diff(tmp_path / "filled", tmp_path / "model", progress=False).same
+    assert main(["aggregate", part, str(tmp_path / "filled"), "--base", str(tmp_path / "a_part"), "--overwrite"]) == 2
+    assert "a_part lacks frozen.bias, frozen.weight" in capsys.readouterr().err
+    assert main(["aggregate", part, str(tmp_path / "filled"), "--base", "memory://model", "--overwrite"]) == 2
+    assert "--base takes a local model" in capsys.readouterr().err
+
+
+# ---- universal checkpoints -------------------------------------------------------------------------------------------
+
+
+def test_load_universal_takes_what_the_tag_is(tmp_path, caplog):
+    saved(tmp_path)
+    old = time.time() - 100
+    convert(tmp_path, tmp_path / "universal", to="universal", progress=False)
+    (tmp_path / "universal" / "t").rename(tmp_path / "u")
+    engine = made(more={"checkpoint": {"load_universal": True}}, model=Odd(seed=1))
+    assert engine.load_checkpoint(str(tmp_path), tag="t")[0] and engine.global_steps == 2  # ours
+    values = values_of(engine)
+    assert engine.load_checkpoint(str(tmp_path))[0]  # ``latest``, since there is no ``latest_universal``
+    (tmp_path / "latest_universal").write_text("u")
+    os.utime(tmp_path / "latest_universal", (old, old))
+    caplog.clear()
+    assert engine.load_checkpoint(str(tmp_path))[0].split("/")[-2] == "u"
+    (warning,) = warnings_of(caplog)
+    assert '"load_universal" loads u' in warning and "latest is newer and names t" in warning
+    os.utime(tmp_path / "latest", (old - 1, old - 1))
+    caplog.clear()
+    assert engine.load_checkpoint(str(tmp_path))[0].split("/")[-2] == "u" and not warnings_of(caplog)
+    assert not differences(engine, values)
+    with pytest.raises(CheckpointError, match="'none' was given, but .* is not there; tags there: t, u"):
+        engine.load_checkpoint(str(tmp_path), tag="none")
+    engine.destroy()
+
+
 # ---- runs without ZeRO -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_without_zero_is_saved_as_deepspeed_does(precision, optimizer, tmp_path, caplog, monkeypatch):
+    import deepspeed
+
+    monkeypatch.setattr(deepspeed.get_accelerator(), "is_fp16_supported", lambda: True, raising=False)
+    options: dict[str, Any] = {"stage": 0, "optimizer": optimizer, "more": {precision: {"enabled": True}}}
+    engine = made(**options)
+    (warning,) = [text for text in warnings_of(caplog) if "DeepSpeed's own format" in text]
+    step(engine, range(2))
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    at_save = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    step(engine, range(2, 4))
+    after = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.destroy()
+    engine = made(**options, model=Odd(seed=1))
+    assert engine.load_checkpoint(str(tmp_path))[0]
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, at_save[name]), name
+    step(engine, range(2, 4))
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, after[name]), name
+    engine.destroy()
 
 
 def test_deepspeeds_checkpoint_without_zero_resumes(tmp_path, caplog):

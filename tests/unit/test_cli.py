@@ -275,7 +275,7 @@ def test_options_are_frozen():
     walk(cli.make_parser(), "")
     common = ["--debug", "--help", "--json", "-h"]
     aggregate = [
-        "--adapter", "--merge-lora", "--rename", "--strip-prefix",
+        "--adapter", "--base", "--from", "--merge-lora", "--part", "--rename", "--strip-prefix",
         "--dry-run", "--dtype", "--exclude-frozen", "--format", "--max-shard-size", "--model-card", "--no-verify",
         "--overwrite", "--strict", "--tag", "--tp-split", "--trust-pickle", "--what", "--workers",
     ]  # fmt: skip

@@ -96,6 +96,7 @@ def test_a_universal_checkpoint_is_read_again_and_checked(tmp_path, stage):
     convert(tmp_path / "ours" / "t", tmp_path / "out", to="universal", stage=stage, world_size=2, progress=False)
     place = str(tmp_path / "out" / "global_step7")
     assert_same(open_checkpoint(str(tmp_path / "ours" / "t")), open_checkpoint(place))
+    assert open_checkpoint(place).zero_stage == stage
     report = verify(place, progress=False)
     assert report.ok and report.files == len([p for p in (tmp_path / "out").rglob("*.pt")])
     convert(place, tmp_path / "back", progress=False)

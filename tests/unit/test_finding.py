@@ -102,8 +102,9 @@ def test_a_broken_latest_names_the_whole_ones(tmp_path):
         (tmp_path / "newest" / manifest.NAME).write_bytes((tmp_path / "best" / manifest.NAME).read_bytes())
     for text in ("gone", "../best", ""):
         (tmp_path / "latest").write_text(text)
-        with pytest.raises(CheckpointError, match="whole checkpoints there: best, last"):
+        with pytest.raises(CheckpointError, match="whole checkpoints there: best, last") as caught:
             find(str(tmp_path))
+        assert "tags there" not in str(caught.value) and text or "empty" in str(caught.value)
 
 
 def test_nothing_there(tmp_path):
@@ -134,6 +135,11 @@ def test_ls(run, capsys):
     assert row["bytes"] == sum(path.stat().st_size for path in files) and 0 <= row["age"] < 600
     assert (row["step"], row["world_size"], row["zero_stage"], row["format"]) == (9, 3, 1, "ort_zero")
     assert [(r["whole"], r["latest"]) for r in rows] == [(False, True), (True, False), (False, True)]
+    (run / "checkpoint-9" / "global_step9" / f".{SHARD}.0123456789abcdef.partial").write_bytes(bytes(3000))
+    assert cli.main(["ls", str(run / "checkpoint-9")]) == 0
+    (line,) = capsys.readouterr().out.splitlines()[1:]
+    assert line.endswith("yes; beside it 3.0 kB of an interrupted save")
+    assert list_checkpoints(run / "checkpoint-9")[0].bytes == row["bytes"]
     assert cli.main(["ls", str(run / "nothing")]) == 2
 
 

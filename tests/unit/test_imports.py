@@ -64,7 +64,7 @@ ALLOWED: dict[str, set[str]] = {
     "profiling": {"backends.interface", "compat", "env", "errors", "utils"},
     # checkpoints: bytes in files, one record of what they hold, its readers, and what is done with it
     "checkpoint.files": {"errors", "masking", "utils"},
-    "checkpoint.records": {"checkpoint.files"},
+    "checkpoint.records": {"checkpoint.files", "utils"},
     "checkpoint.piece_runs": {"checkpoint.files", "checkpoint.records"},
     "checkpoint.restricted_pickle": {"checkpoint.files"},
     "checkpoint.torch_file": {"checkpoint.files", "checkpoint.records", "checkpoint.restricted_pickle", "compat",

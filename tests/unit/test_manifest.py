@@ -126,8 +126,8 @@ def test_what_is_no_manifest_says_so(data):
 
 
 def test_a_later_version_is_refused():
-    with pytest.raises(CheckpointError, match="format version 3, this version of ort_zero reads 1 and 2"):
-        manifest.parse(edited(lambda t: t.update(version=3)), "m")
+    with pytest.raises(CheckpointError, match="format version 4, this version of ort_zero reads 1 to 3"):
+        manifest.parse(edited(lambda t: t.update(version=4)), "m")
 
 
 def test_latest_leads_to_a_folder_inside(tmp_path):
@@ -140,6 +140,9 @@ def test_latest_leads_to_a_folder_inside(tmp_path):
         (tmp_path / "latest").write_text(text)
         with pytest.raises(CheckpointError, match=message):
             manifest.resolve_tag(folder, None)
+    (tmp_path / "latest").write_text(" \n")
+    with pytest.raises(CheckpointError, match='has an empty file "latest", give a tag; tags there: there'):
+        manifest.resolve_tag(folder, None)
     (tmp_path / "latest").write_text("there\n")
     assert manifest.locate(str(tmp_path), None).url.endswith("there")
 

@@ -281,9 +281,9 @@ def one_tensors_bytes_for_another(folder: Path) -> None:
     )
 
 
-@planted("ours", "format version 3")
+@planted("ours", "format version 4")
 def a_manifest_from_the_future(folder: Path) -> None:
-    edit(folder, lambda content: content.update(version=3))
+    edit(folder, lambda content: content.update(version=4))
 
 
 @planted("ours", "wrong at version")
@@ -294,6 +294,18 @@ def a_version_that_is_a_truth(folder: Path) -> None:
 @planted("ours", "future_field")
 def a_key_from_the_future(folder: Path) -> None:
     edit(folder, lambda content: content.update(future_field=1))
+
+
+@planted("ours", "module of nothing: no other has its shape")
+def a_weight_of_the_module_without_a_master(folder: Path) -> None:
+    add = {"kind": "module", "name": "nothing"}
+    edit(folder, lambda content: content.update(tensors=[*content["tensors"], {**content["tensors"][0], **add}]))
+
+
+@planted("ours", "buffer_of_rank_1 of .*: no other has its shape")
+def a_buffer_of_a_rank_that_is_no_buffer(folder: Path) -> None:
+    add = {"kind": "buffer_of_rank_1", "shape": [0], "pieces": []}
+    edit(folder, lambda content: content.update(tensors=[*content["tensors"], {**content["tensors"][0], **add}]))
 
 
 @planted("ours", "no extra file of rank 3")

@@ -6,13 +6,14 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ort_zero.checkpoint.aggregation import model_card as model_card_stub
 from ort_zero.checkpoint.aggregation.aggregation_plan import Plan, make_plan
 from ort_zero.checkpoint.aggregation.destination import existing_names, make_folder, removable_names
 from ort_zero.checkpoint.aggregation.publishing import Publication
+from ort_zero.checkpoint.aggregation.safetensors_files import open_safetensors
 from ort_zero.checkpoint.aggregation.writing import Job, write
 from ort_zero.checkpoint.files.allowed_names import is_config_name
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
@@ -20,11 +21,12 @@ from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.model_files import remote_code
 from ort_zero.checkpoint.model_files.config_files import ConfigFile, config_files_beside, with_dtype
 from ort_zero.checkpoint.model_files.selection import ADAPTER, Choices, Selected, select
-from ort_zero.checkpoint.records import Source
+from ort_zero.checkpoint.records import MAX_NAMED, Source
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError
 from ort_zero.masking import masked
 from ort_zero.utils.garbage import collection_paused
+from ort_zero.utils.text import shortened
 
 _NO_LIMIT = 1 << 62
 """Bytes per file that no adapter reaches: PEFT reads a single file."""
@@ -85,6 +87,9 @@ def aggregate(
     rename: Sequence[str] = (),
     merge_lora: bool = False,
     adapter: str | None = None,
+    weights_from: str = "masters",
+    base: str | os.PathLike | None = None,
+    part: bool = False,
     ranks: RankGroup | None = None,
     progress: bool = True,
 ) -> AggregateReport:
@@ -118,6 +123,9 @@ def aggregate(
         rename: ``FROM=TO``, a regular expression and its replacement, applied to the names without the prefixes.
         merge_lora: add LoRA's matrices to the base weights, in float32, and write the base model.
         adapter: name of the PEFT adapter, if the checkpoint holds several.
+        weights_from: "masters", or "module" for weights of the module that are not the masters, cast.
+        base: local folder or file of safetensors with the frozen parameters that the save left out.
+        part: write a model without the frozen parameters that the save left out, also beside a ``config.json``.
         ranks: ranks that share the files; all must call.
         progress: show a progress bar on a terminal.
 
@@ -131,14 +139,20 @@ def aggregate(
     target = open_folder(dst)
     job: Any = None
     with ranks.raise_on_all("preparing the aggregation"):
+        if weights_from not in ("masters", "module"):
+            raise CheckpointError(f"weights_from is {weights_from!r}, choose from masters, module")
         if ranks.rank == 0:
-            source = find_source(os.fspath(src), tag, trust_pickle, tp_split)
+            source = find_source(os.fspath(src), tag, trust_pickle, tp_split).with_weights_of(weights_from)
             configs = config_files_beside(source.root, os.fspath(src))
             choices = Choices(
                 what=what, strip_prefix=strip_prefix, rename=rename, merge_lora=merge_lora, adapter=adapter
             )
             selected = _select(source, choices, configs, target)
             is_adapter = what == ADAPTER
+            if base is not None:
+                selected = replace(selected, source=_filled(selected.source, os.fspath(base)))
+            elif not (part or exclude_frozen):
+                _refuse_part(selected, configs)
             plan = make_plan(
                 selected.source,
                 what="weights" if is_adapter else what,
@@ -190,6 +204,37 @@ def _select(source: Source, choices: Choices, configs: Mapping[str, ConfigFile],
             f"LoRA is merged in local files only: write to a local folder, then copy to {target.path()}"
         )
     return selected
+
+
+def _filled(source: Source, base: str) -> Source:
+    """Return the checkpoint with the parameters that its save left out, from the local model `base`."""
+    if any(not isinstance(open_folder(place), LocalFolder) for place in (source.root, base)):
+        raise CheckpointError(f"--base takes a local model for a local checkpoint, not {base} for {source.root}")
+    model = open_safetensors(base)
+    stored = model.weights()
+    stored |= {alias: stored[name] for alias, name in model.aliases.items()}
+    lacking = sorted(source.left_out - stored.keys())
+    if lacking:
+        raise CheckpointError(f"{base} lacks {shortened(lacking, MAX_NAMED)}, which {source.root} was saved without")
+    place = os.path.relpath(base if os.path.isdir(base) else os.path.dirname(base) or ".", source.root)
+    more = [
+        replace(
+            stored[name], name=name, pieces=tuple(p._replace(file=f"{place}/{p.file}") for p in stored[name].pieces)
+        )
+        for name in sorted(source.left_out)
+    ]
+    files = {f"{place}/{name}": replace(file, name=f"{place}/{name}") for name, file in model.files.items()}
+    return replace(source, tensors=(*source.tensors, *more), files={**source.files, **files}, left_out=frozenset())
+
+
+def _refuse_part(selected: Selected, configs: Mapping[str, ConfigFile]) -> None:
+    """Raise CheckpointError if ``from_pretrained`` would draw parameters at random that the save left out."""
+    source = selected.source
+    if source.left_out and "config.json" in {*configs, *source.config} - {*selected.left_out}:
+        raise CheckpointError(
+            f"{source.root} was saved without the frozen parameters {shortened(sorted(source.left_out), MAX_NAMED)}, "
+            f"which from_pretrained would draw at random; --base MODEL takes them from a model, --part leaves them out"
+        )
 
 
 def _prepare(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ort_zero.checkpoint.reads.checked_reads import CheckedReader
 from ort_zero.checkpoint.reads.leftovers import Leftovers
 from ort_zero.checkpoint.reads.reading import ReadRequest
 from ort_zero.checkpoint.reads.training_state import TrainingState, read_training_state
-from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Source, Tensor
+from ort_zero.checkpoint.records import BUFFER, MASTER, MODULE, WEIGHT, Source, Tensor, buffer_kind
 from ort_zero.errors import CheckpointError
 
 EXTRA_STATE = "_extra_state"
@@ -54,12 +54,15 @@ class Conversion:
     """Names of the files that this rank has begun to write."""
 
     def __post_init__(self) -> None:
+        if self.form.world_size != self.source.world_size:
+            self.source = replace(self.source, tensors=tuple(t for t in self.source.tensors if not t.is_of_one_rank))
         self.folder = open_folder(self.source.root)
         self.leftovers = Leftovers(self._place())
         self.leftovers.wanted = False
         self.reader = CheckedReader(self.folder, self.source.files, self.leftovers)
         self.scratch = Scratch()
         self.masters = self.source.by_name(MASTER)
+        self.module = self.source.by_name(MODULE)
         self.frozen = {n: t for n, t in self.source.by_name(WEIGHT).items() if n.rpartition(".")[2] != EXTRA_STATE}
         self.buffers = self.source.by_name(BUFFER)
         kinds = dict.fromkeys(t.kind for t in self.source.tensors if t.is_optimizer_state)
@@ -88,6 +91,10 @@ class Conversion:
         from ort_zero.checkpoint.deepspeed.training_state import read_deepspeed_training_state
 
         return read_deepspeed_training_state(self.folder, self.source, rank, self.trust_pickle)
+
+    def buffers_of(self, rank: int) -> dict[str, Tensor]:
+        """Return the buffers of a rank of the new checkpoint."""
+        return {**self.buffers, **self.source.by_name(buffer_kind(rank))}
 
     def new_scratch(self) -> None:
         """Free the memory of tensors, and reserve new memory."""

@@ -143,12 +143,14 @@ def _module_content(
     dtype = torch_dtype(work.form.dtype)
     module: dict[str, Any] = OrderedDict()
     fragments: dict[str, torch.Tensor] = OrderedDict()
+    buffers = work.buffers_of(rank)
     for name, tensor in work.source.weights().items():
         stored_dtype = torch_dtype(tensor.dtype)
         if name in work.buffers:
-            module[name] = work.whole(tensor, stored_dtype, requests)
+            module[name] = work.whole(buffers[name], stored_dtype, requests)
         elif name in work.masters:
-            module[name] = torch.empty(0, dtype=dtype) if by_rank else work.whole(tensor, dtype, requests)
+            weight = work.module.get(name, tensor)
+            module[name] = torch.empty(0, dtype=dtype) if by_rank else work.whole(weight, dtype, requests)
         elif name in work.frozen:
             module[name] = torch.empty(0, dtype=stored_dtype) if by_rank else work.whole(tensor, stored_dtype, requests)
             fragments[name] = _partition(work, tensor, rank, requests) if by_rank else module[name]

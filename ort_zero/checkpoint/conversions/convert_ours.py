@@ -10,7 +10,7 @@ from ort_zero.checkpoint.files.dtypes import torch_dtype
 from ort_zero.checkpoint.format import manifest, values
 from ort_zero.checkpoint.reads.reading import ReadRequest
 from ort_zero.checkpoint.reads.training_state import OPTIONAL_KEYS
-from ort_zero.checkpoint.records import BUFFER, Tensor
+from ort_zero.checkpoint.records import BUFFER, Tensor, buffer_kind
 from ort_zero.checkpoint.saves.capture import Model, Shard
 from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, manifest_of, write_rank_files
 from ort_zero.checkpoint.saves.manifest_parts import pack
@@ -75,8 +75,8 @@ def write_manifest(work: Conversion, packed: list[bytes]) -> None:
 
 def _part(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
     """Return the first element and the number of elements of `tensor` that a rank stores."""
-    if tensor.kind == BUFFER:
-        return 0, tensor.elements if rank == 0 else 0
+    if tensor.kind == BUFFER or tensor.is_of_one_rank:
+        return 0, tensor.elements if tensor.kind == buffer_kind(rank) else 0
     start = tensor.elements * rank // world_size
     return start, tensor.elements * (rank + 1) // world_size - start
 
@@ -90,6 +90,7 @@ def _job(work: Conversion, shard: Shard) -> SaveJob:
         dtype=form.dtype,
         aliases=dict(source.aliases),
         frozen=sorted(source.frozen & weights.keys()),
+        left_out=sorted(source.left_out),
         optimizer_class=None if optimizer is None else optimizer.class_name or "unknown",
         groups=[] if optimizer is None else list(optimizer.groups),
         step=source.step or 0,

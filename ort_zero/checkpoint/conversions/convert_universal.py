@@ -16,8 +16,6 @@ from ort_zero.checkpoint.reads.reading import ReadRequest
 from ort_zero.compat import deepspeed_files
 from ort_zero.errors import CheckpointError
 
-LATEST = "latest_universal"
-"""Name of the file with the tag of the newest universal checkpoint."""
 _FOLDER = "zero"
 _INTEGER_STEPS = ("Fused", "DeepSpeed", "OnebitAdam", "ZeroOneAdam")
 """Prefixes of the class names of optimizers that store the step as a Python int; torch's optimizers store a tensor."""

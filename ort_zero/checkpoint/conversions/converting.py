@@ -277,7 +277,7 @@ def _publish(parent: Folder, target: Folder, choices: Form) -> tuple[str, ...]:
             os.rename(target.url, place.url)
     else:
         _remove_left_overs(place)
-    latest = convert_universal.LATEST if choices.to == "universal" else manifest.LATEST
+    latest = file_names.LATEST_UNIVERSAL if choices.to == "universal" else manifest.LATEST
     if parent.exists(latest) and parent.read(latest).decode(errors="replace").strip() != choices.tag:
         return (f"{parent.path(latest)} names another checkpoint and stays as it is",)
     parent.write(latest, choices.tag.encode(), choices.token)

@@ -14,34 +14,43 @@ _STEP = 1 << 18
 """Number of elements that are compared at a time."""
 
 
-def same_values(folder: Folder, one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors of a folder hold the same values.
+def same_values(folder: Folder, one: Tensor, other: Tensor, start: int = 0, end: int | None = None) -> bool:
+    """Return True if two tensors of a folder hold the same values, in a range of elements.
 
-    An fp32 master is rounded before it is compared with its 16-bit copy. Both tensors are read up to the first
-    difference.
+    An fp32 master is rounded before it is compared with its 16-bit copy, in which any value may stand for NaN. Both
+    tensors are read up to the first difference.
 
     Args:
         folder: folder of the files of both tensors.
         one: a row-major tensor; the more precise tensor if the dtypes differ.
         other: a row-major tensor of the same shape.
+        start: first element of the range.
+        end: end of the range, exclusive; None for the end of the tensors.
     """
     if one.shape != other.shape or one.strides is not None or other.strides is not None:
         return False
-    for start in range(0, one.elements, _STEP):
-        stop = min(start + _STEP, one.elements)
-        raw, other_raw = (_elements(folder, t, start, stop) for t in (one, other))
-        expected = raw if one.dtype == other.dtype else _rounded(raw, one.dtype, other.dtype)
-        if expected is None or expected.tobytes() != other_raw.tobytes():
+    end = one.elements if end is None else end
+    for begin in range(start, end, _STEP):
+        raw, other_raw = (_elements(folder, t, begin, min(begin + _STEP, end)) for t in (one, other))
+        if one.dtype == other.dtype:
+            same = raw.tobytes() == other_raw.tobytes()
+        else:
+            expected = _rounded(raw, one.dtype, other.dtype)
+            same = expected is not None and bool(
+                np.all((expected == other_raw.view(np.uint16)) | np.isnan(raw.view(np.float32)))
+            )
+        if not same:
             return False
     return True
 
 
-def is_constant(folder: Folder, tensor: Tensor) -> bool:
-    """Return True if all elements of a row-major tensor are equal; reads up to the first different element."""
+def is_constant(folder: Folder, tensor: Tensor, start: int = 0, end: int | None = None) -> bool:
+    """Return True if all elements in a range of a row-major tensor are equal; reads up to the first different one."""
     size = itemsize(tensor.dtype)
     first = b""
-    for start in range(0, tensor.elements, _STEP):
-        raw = _elements(folder, tensor, start, min(start + _STEP, tensor.elements)).tobytes()
+    end = tensor.elements if end is None else end
+    for begin in range(start, end, _STEP):
+        raw = _elements(folder, tensor, begin, min(begin + _STEP, end)).tobytes()
         first = first or raw[:size]
         if raw != first * (len(raw) // size):
             return False
@@ -66,14 +75,13 @@ def _parts(tensor: Tensor, start: int, stop: int, size: int) -> Iterator[tuple[s
 
 
 def _rounded(raw: np.ndarray, dtype: str, to: str) -> np.ndarray | None:
-    """Return the bytes of fp32 values rounded to a 16-bit dtype, as PyTorch rounds; None for other dtypes."""
+    """Return the bits of fp32 values but NaN, rounded to a 16-bit dtype as PyTorch rounds; None for other dtypes."""
     if dtype != "F32":
         return None
     if to == "F16":
         with np.errstate(over="ignore"):
-            return raw.view(np.float32).astype(np.float16)
+            return raw.view(np.float32).astype(np.float16).view(np.uint16)
     if to != "BF16":
         return None
     bits = raw.view(np.uint32)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(raw.view(np.float32)), np.uint16(0x7FC0), rounded).astype(np.uint16)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

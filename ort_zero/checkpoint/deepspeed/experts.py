@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ort_zero.checkpoint.deepspeed.file_names import EXPERT_FILE, EXPERT_OPTIMIZER_FILE, WAY_OUT
-from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part, zero_state
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part
 from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import WEIGHT, Tensor
@@ -183,9 +183,3 @@ def _check_optimizers(folder: Folder, names: Iterable[str]) -> None:
 def is_expert(name: str) -> bool:
     """Return True if a parameter is an expert's."""
     return _EXPERT.fullmatch(name) is not None
-
-
-def expert_groups(file: TorchFile) -> bool:
-    """Return True if a file of optimizer states has parameter groups of experts."""
-    counts = zero_state(file).get("partition_count")
-    return isinstance(counts, list) and len(set(counts)) > 1

@@ -20,6 +20,8 @@ EXPERT_FILE = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.
 """Matches the name of a file with one expert of one layer of a mixture of experts."""
 EXPERT_OPTIMIZER_FILE = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 """Matches the name of a file with the optimizer of one expert-parallel rank (without ZeRO)."""
+LATEST_UNIVERSAL = "latest_universal"
+"""Name of the file with the tag of the newest universal checkpoint."""
 UNIVERSAL_FOLDER = "zero"
 """Folder within a universal checkpoint that has a folder of files for each parameter."""
 UNIVERSAL_OPTIMIZER_FILE = f"{UNIVERSAL_FOLDER}/optimizer_state.pt"

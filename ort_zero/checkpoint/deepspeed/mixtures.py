@@ -1,6 +1,7 @@
-"""Detect files of two saves in one folder: below ZeRO-3, the weights in module files must follow from the masters.
+"""Find weights in module files that are not the masters, cast: of another save, or changed after the last step.
 
-DeepSpeed casts the masters to the weights after every step, so each weight is its master, rounded to nearest even.
+Below ZeRO-3 DeepSpeed casts the masters to the weights after every step: each weight is its master, rounded to nearest
+even. A program may put other weights into the module before a save.
 """
 
 from __future__ import annotations
@@ -8,17 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-import numpy as np
-
+from ort_zero.checkpoint.deepspeed.compare_values import is_constant, same_values
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles
+from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
 from ort_zero.checkpoint.files import dtypes
-from ort_zero.checkpoint.records import Piece, Tensor
+from ort_zero.checkpoint.files.storage import LocalFolder
+from ort_zero.checkpoint.records import WEIGHT, Optimizer, Piece, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile, crc_is_right
 from ort_zero.errors import CorruptCheckpointError
 
 _BLOCKS = 16
-"""Number of places that are compared for each pair of files."""
+"""Minimum number of places that are compared for each pair of files."""
 _ELEMENTS = 4096
 """Maximum number of neighbouring elements that are compared in one place."""
 
@@ -33,8 +35,10 @@ def weights_of_module(files: StateFiles) -> dict[str, tuple[TorchFile, StoredTen
     return {n: (module, v) for n, v in files.module["module"].items() if isinstance(v, StoredTensor)}
 
 
-def refuse_other_weights(files: StateFiles, masters: Iterable[Tensor], weights: Weights) -> None:
-    """Raise if the weights do not follow from the masters in the optimizer's files.
+def weights_differ(
+    files: StateFiles, masters: Iterable[Tensor], weights: Weights, optimizer: Optimizer | None = None
+) -> bool:
+    """Return True if the module has weights of its own, which do not follow from the masters in the optimizer's files.
 
     For each pair of an optimizer's file and a file of weights, a sample of their common parameters is compared bit by
     bit; NaN is equal to NaN.
@@ -43,30 +47,50 @@ def refuse_other_weights(files: StateFiles, masters: Iterable[Tensor], weights: 
         files: files of ZeRO-1 or 2.
         masters: the masters.
         weights: the weights of the module and the experts.
+        optimizer: the optimizer of a checkpoint whose module may have weights of its own; None to refuse such weights.
 
     Raises:
-        CorruptCheckpointError: weights and masters differ, or a file is damaged; names the files.
+        CorruptCheckpointError: a file is damaged, or files are of two saves: the optimizer made other steps than the
+            module counts, or some pairs of files have nothing in common, and the others everything; names the files.
     """
     optimizers = {file.file.name: file for file in files.optimizers}
     pairs: dict[tuple[TorchFile, TorchFile], list[tuple[Tensor, Piece]]] = {}
+    records: dict[str, Tensor] = {}
     for tensor in masters:
         if tensor.name not in weights:
             continue
         owner, stored = weights[tensor.name]
-        if _comparable(files, tensor, owner, stored):
+        records[tensor.name] = whole_tensor(files, owner, tensor.name, WEIGHT, stored)
+        if _comparable(tensor, records[tensor.name]):
             for piece in tensor.pieces:
                 if piece.length and piece.file in optimizers:
                     pairs.setdefault((optimizers[piece.file], owner), []).append((tensor, piece))
     differing: dict[tuple[TorchFile, TorchFile], str] = {}
+    same: dict[tuple[TorchFile, TorchFile], dict[str, tuple[int, int]]] = {pair: {} for pair in pairs}
+    other: dict[tuple[TorchFile, TorchFile], set[str]] = {pair: set() for pair in pairs}
     for pair, pieces in pairs.items():
-        for tensor, piece in _spread(pieces):
-            stored = weights[tensor.name][1]
-            if not _is_same(files, tensor, piece, pair[1], stored):
-                _refuse_damage(files, pair, tensor, piece, stored)
+        for tensor, piece in _spread(pieces, isinstance(files.folder, LocalFolder)):
+            end = piece.start + piece.length // dtypes.itemsize(tensor.dtype)
+            if same_values(files.folder, tensor, records[tensor.name], piece.start, end):
+                same[pair][tensor.name] = (piece.start, end)
+                continue
+            other[pair].add(tensor.name)
+            if pair not in differing:
+                _refuse_damage(files, pair, tensor, piece, weights[tensor.name][1])
                 differing[pair] = tensor.name
-                break
-    if differing:
+    if not differing:
+        return False
+    # equal values that vary are of one run and step; new norms and biases are alike in every run
+    alone = all(
+        (len(other[pair]) > 1 or any(other[pair] & same[whole].keys() for whole in pairs))
+        and all(is_constant(files.folder, records[name], *place) for name, place in same[pair].items())
+        for pair in differing
+    )
+    made = float(files.module.get("global_steps", 0) - files.module.get("skipped_steps", 0))
+    other_steps = optimizer is None or set(optimizer.scalars.get("step", {}).values()) - {made}
+    if other_steps or (alone and len(differing) < len(pairs)):
         raise _mixed_saves(files, list(pairs), differing)
+    return True
 
 
 def _mixed_saves(
@@ -85,22 +109,15 @@ def _mixed_saves(
     )
 
 
-def _comparable(files: StateFiles, tensor: Tensor, owner: TorchFile, stored: StoredTensor) -> bool:
+def _comparable(master: Tensor, weight: Tensor) -> bool:
     """Return True if the weight is stored row by row, in a dtype to which masters are cast."""
-    if tuple(stored.shape) != tensor.shape:
-        return False
-    step = 1
-    for size, stride in zip(reversed(stored.shape), reversed(stored.strides)):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    code = files.dtype_code(owner, stored, tensor.name)
-    return code == tensor.dtype or (tensor.dtype == "F32" and code in ("BF16", "F16"))
+    is_cast = weight.dtype == master.dtype or (master.dtype == "F32" and weight.dtype in ("BF16", "F16"))
+    return is_cast and weight.shape == master.shape and weight.strides is None
 
 
-def _spread(pieces: list[tuple[Tensor, Piece]]) -> Iterator[tuple[Tensor, Piece]]:
-    """Yield sample ranges spread over the pieces of one file; everything if the pieces have few elements."""
-    places = max(1, min(_BLOCKS, len(pieces)))
+def _spread(pieces: list[tuple[Tensor, Piece]], of_all: bool) -> Iterator[tuple[Tensor, Piece]]:
+    """Yield sample ranges spread over the pieces of one file (`of_all`: of each); all of them if they are few."""
+    places = max(1, len(pieces) if of_all else min(_BLOCKS, len(pieces)))
     chosen = [pieces[i * len(pieces) // places] for i in range(places)] if pieces else []
     per_piece = -(-_BLOCKS // places)
     for tensor, piece in chosen:
@@ -110,25 +127,6 @@ def _spread(pieces: list[tuple[Tensor, Piece]]) -> Iterator[tuple[Tensor, Piece]
         for i in range(min(per_piece, -(-elements // block))):
             first = (elements - block) * i // max(1, per_piece - 1)
             yield tensor, Piece(piece.file, piece.offset + first * size, block * size, piece.start + first)
-
-
-def _is_same(files: StateFiles, tensor: Tensor, piece: Piece, owner: TorchFile, stored: StoredTensor) -> bool:
-    """Return True if the weights are equal to the piece of their masters, cast to the weights' dtype."""
-    code = files.dtype_code(owner, stored, tensor.name)
-    size = dtypes.itemsize(code)
-    count = piece.length // dtypes.itemsize(tensor.dtype)
-    masters = files.folder.read(piece.file, piece.offset, piece.length)
-    weights = files.folder.read(owner.file.name, stored.offset + piece.start * size, count * size)
-    if code == tensor.dtype:
-        return masters == weights
-    values = np.frombuffer(masters, np.float32)
-    if code == "F16":
-        with np.errstate(over="ignore"):
-            expected = values.astype(np.float16).view(np.uint16)
-    else:
-        bits = values.view(np.uint32)
-        expected = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return bool(np.all((expected == np.frombuffer(weights, np.uint16)) | np.isnan(values)))
 
 
 def _refuse_damage(

@@ -9,7 +9,7 @@ from typing import Any
 from ort_zero.checkpoint.deepspeed.experts import Experts, is_expert
 from ort_zero.checkpoint.deepspeed.flat_layout import flat_tensors
 from ort_zero.checkpoint.deepspeed.inner_optimizer import read_optimizer
-from ort_zero.checkpoint.deepspeed.mixtures import refuse_other_weights, weights_of_module
+from ort_zero.checkpoint.deepspeed.mixtures import weights_differ, weights_of_module
 from ort_zero.checkpoint.deepspeed.module_state import ModuleState
 from ort_zero.checkpoint.deepspeed.partitioning import Partitioning
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles
@@ -64,7 +64,11 @@ class ModelRank:
 
 
 def read_model_rank(
-    number: int, files: StateFiles, experts: Experts | None = None, trained: Mapping[str, tuple[int, ...]] | None = None
+    number: int,
+    files: StateFiles,
+    experts: Experts | None = None,
+    trained: Mapping[str, tuple[int, ...]] | None = None,
+    is_whole: bool = False,
 ) -> ModelRank:
     """Return the tensors and the optimizer in the files of one model rank.
 
@@ -73,6 +77,8 @@ def read_model_rank(
         files: the rank's files of module and optimizer states.
         experts: the experts of the model, if it has any.
         trained: shapes of the trained parameters if other files have their values (a universal checkpoint).
+        is_whole: True for the only model rank; weights that are not the masters, cast, and buffers that differ between
+            ranks are read then.
 
     Raises:
         CorruptCheckpointError: the files do not belong together.
@@ -91,11 +97,12 @@ def read_model_rank(
         optimizer, moments = read_optimizer(files, partitioning, layout)
         if files.stage < 3:
             stored_weights = weights_of_module(files) | (experts.stored_weights() if experts is not None else {})
-            refuse_other_weights(files, tensors, stored_weights)
+            if weights_differ(files, tensors, stored_weights, optimizer if is_whole else None):
+                tensors += module.weights_unlike_masters(tensors)
         tensors += moments
     else:
         module = ModuleState(files, list(trained or ()))
-    tensors += [*module.weights(), *module.buffers()]
+    tensors += [*module.weights(), *module.buffers(of_ranks=is_whole)]
     frozen = [name for name in module.frozen if not is_expert(name)]
     opened = [*files.modules, *files.optimizers]
     if experts is not None:

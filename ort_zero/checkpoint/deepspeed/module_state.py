@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ort_zero.checkpoint.deepspeed import zero3
+from ort_zero.checkpoint.deepspeed.compare_values import same_values
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles
 from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
-from ort_zero.checkpoint.records import BUFFER, MAX_NAMED, WEIGHT, Tensor
+from ort_zero.checkpoint.records import BUFFER, MAX_NAMED, MODULE, WEIGHT, Tensor, buffer_kind
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.text import shortened
@@ -58,10 +59,22 @@ class ModuleState:
                 "it was saved without optimizer states that can be read: the weights are from the module file"
             )
 
-    def buffers(self) -> Iterator[Tensor]:
-        """Yield the persistent buffers of the module."""
+    def weights_unlike_masters(self, masters: list[Tensor]) -> list[Tensor]:
+        """Return the weights of trained parameters that are not the masters, cast to the weights' dtype."""
+        pairs = [(t, self._tensor(t.name, MODULE, self._values[t.name])) for t in masters if t.name in self._values]
+        return [weight for master, weight in pairs if not same_values(self._files.folder, master, weight)]
+
+    def buffers(self, of_ranks: bool) -> Iterator[Tensor]:
+        """Yield the persistent buffers of the module; with `of_ranks` also of ranks with other bytes than rank 0."""
+        crcs = [{offset: crc for offset, _, crc in file.file.records} for file in self._files.modules]
         for name in self._buffers:
-            yield self._tensor(name, BUFFER, self._values[name])
+            first = self._values[name]
+            yield self._tensor(name, BUFFER, first)
+            for rank, file in enumerate(self._files.modules if of_ranks else ()):
+                stored = file.content["module"].get(name)
+                if isinstance(stored, StoredTensor) and stored.shape == first.shape:
+                    if crcs[rank].get(stored.storage_offset) != crcs[0].get(first.storage_offset):
+                        yield whole_tensor(self._files, file, name, buffer_kind(rank), stored)
 
     def _tensor(self, name: str, kind: str, stored: StoredTensor) -> Tensor:
         return whole_tensor(self._files, self._files.modules[0], name, kind, stored)

@@ -14,7 +14,7 @@ from typing import Any
 from ort_zero.checkpoint.deepspeed.compare_values import same_values
 from ort_zero.checkpoint.deepspeed.file_names import LAYER_FILE
 from ort_zero.checkpoint.deepspeed.flat_layout import elements_of
-from ort_zero.checkpoint.deepspeed.mixtures import refuse_other_weights
+from ort_zero.checkpoint.deepspeed.mixtures import weights_differ
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, untrained
 from ort_zero.checkpoint.deepspeed.optimizer_groups import joined_optimizers
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part, zero_state
@@ -94,7 +94,7 @@ def join_stages(stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> Mod
         if isinstance(stored, StoredTensor)
     }
     for stage in stages:
-        refuse_other_weights(stage.states, [t for t in stage.tensors if t.kind == MASTER], weights)
+        weights_differ(stage.states, [t for t in stage.tensors if t.kind == MASTER], weights)
     tensors += _untrained_tensors(first.states, stages, tensors, opened, notes)
     gaps = _gaps(opened)
     if gaps:

@@ -19,7 +19,7 @@ from ort_zero.checkpoint.deepspeed.file_names import (
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, read_model_rank
 from ort_zero.checkpoint.deepspeed.pipeline import add_shapes, join_stages, layer_files, open_layers
 from ort_zero.checkpoint.deepspeed.split_rules import Rule
-from ort_zero.checkpoint.deepspeed.state_files import StateFiles, open_state_files
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, configured_stage, open_state_files
 from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
 from ort_zero.checkpoint.deepspeed.topology import Topology, find_topology
 from ort_zero.checkpoint.files.storage import Folder
@@ -66,7 +66,7 @@ def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequenc
         tag=folder.name,
         step=rank.module.get("global_steps"),
         world_size=rank.states.world_size * topology.model_ranks,
-        zero_stage=rank.states.stage,
+        zero_stage=configured_stage(rank.states.modules[0], rank.states.stage) if is_universal else rank.states.stage,
         tensors=tuple(rank.tensors),
         files={file.file.name: file.file for file in rank.files},
         aliases=rank.aliases,
@@ -120,7 +120,8 @@ def _joined(
     for number, states in files.items():
         if opened:
             add_shapes(states, opened[number % degree])
-    ranks = [read_model_rank(number, states, experts) for number, states in files.items()]
+    is_whole = topology.model_ranks == 1 and not layers and experts is None
+    ranks = [read_model_rank(number, states, experts, is_whole=is_whole) for number, states in files.items()]
     if layers:
         ranks = [join_stages(ranks[number::degree], opened[number]) for number in range(degree)]
     elif topology.stages > 1:

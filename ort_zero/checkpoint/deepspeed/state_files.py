@@ -313,7 +313,9 @@ def _stage(files: StateFiles) -> int:
         files.check_same("ZeRO stage", stages)
         stage = next(iter(stages.values()))
     else:
-        stage = _configured_stage(files.modules[0])
+        stage = configured_stage(files.modules[0], 3)
+        if stage == 3 and not _is_of_zero3(files.modules[0]):  # a universal checkpoint has files in the other form
+            stage = int(bool(files.module.get("param_shapes")))
     is_zero3 = _is_of_zero3(files.modules[0])
     if is_zero3 != (stage == 3):
         raise CorruptCheckpointError(
@@ -323,13 +325,14 @@ def _stage(files: StateFiles) -> int:
     return stage
 
 
-def _configured_stage(file: TorchFile) -> int:
+def configured_stage(file: TorchFile, default: int) -> int:
+    """Return the ZeRO stage in the configuration that a file of module states holds."""
     if _is_of_zero3(file):
         return 3
     config = file.content.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     stage = zero.get("stage") if isinstance(zero, dict) else None
-    return stage if stage in (0, 1, 2) else int(bool(file.content.get("param_shapes")))
+    return stage if stage in (0, 1, 2, 3) else default
 
 
 def _is_of_zero3(module: TorchFile) -> bool:

@@ -1,9 +1,10 @@
 """Build, write and read ``manifest.json``, which lists the files and tensors of a sharded checkpoint of ort_zero.
 
 A checkpoint exists when its manifest exists. The file is JSON with one tensor a line. In version 2 one row may stand
-for pieces at the same place in the files of many ranks. A manifest without such rows has version 1, which older
-versions of ort_zero read. Besides the records of a :class:`~ort_zero.checkpoint.records.Source` the manifest has the
-ids of its run and save, and a digest of its own text, which reveals a changed bit.
+for pieces at the same place in the files of many ranks, and version 3 has further kinds of tensors. A manifest without
+them has version 1, which older versions of ort_zero read. Besides the records of a
+:class:`~ort_zero.checkpoint.records.Source` the manifest has the ids of its run and save, and a digest of its own text,
+which reveals a changed bit.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ort_zero.checkpoint.files.allowed_names import check_tag
 from ort_zero.checkpoint.files.storage import Folder, open_folder
 from ort_zero.checkpoint.format.piece_rows import Extents, pieces_of, rows_of
 from ort_zero.checkpoint.piece_runs import PieceRuns, check_cover
-from ort_zero.checkpoint.records import File, Optimizer, ParamGroup, Source, Tensor
+from ort_zero.checkpoint.records import BUFFER, MASTER, MODULE, File, Optimizer, ParamGroup, Source, Tensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ FORMAT = "ort_zero.checkpoint"
 VERSION = 1
 VERSION_WITH_RUNS = 2
 """Version of a manifest in which one row can stand for several pieces."""
+VERSION_WITH_PARTS = 3
+"""Version of a manifest with weights of the module, buffers of single ranks, or names of parameters left out."""
 MAX_BYTES = 4 << 30
 """Maximum size in bytes of a manifest that is read; 400 billion parameters on 512 ranks need less."""
 _MAX_LATEST_BYTES = 4096
@@ -56,8 +59,9 @@ def build(
 
     index = {file.name: i for i, file in enumerate(files)}
     with_runs = any(isinstance(tensor.pieces, PieceRuns) for tensor in tensors)
+    with_parts = fields.get("left_out") or any(tensor.kind == MODULE or tensor.is_of_one_rank for tensor in tensors)
     return Manifest(
-        version=VERSION_WITH_RUNS if with_runs else VERSION,
+        version=VERSION_WITH_PARTS if with_parts else VERSION_WITH_RUNS if with_runs else VERSION,
         files=[ManifestFile(name=f.name, size=f.size, xxh3_128=f.xxh3_128 or "") for f in files],
         tensors=[
             ManifestTensor(
@@ -84,6 +88,8 @@ def dump(manifest: Manifest) -> bytes:
     """Return the bytes of ``manifest.json``, its digest included."""
     body = manifest.model_dump()
     tensors, files = body.pop("tensors"), body.pop("files")
+    if not body["left_out"]:
+        del body["left_out"]  # earlier versions of ort_zero refuse the key
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items()]
     for key, rows in (("files", files), ("tensors", tensors)):
         lines.append(f'"{key}": [\n' + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]")
@@ -108,11 +114,10 @@ def parse(data: bytes, path: str) -> Manifest:
             raise ValueError(f'it has no "format": "{FORMAT}"')
     except ValueError as error:
         raise CorruptCheckpointError(f"{path} is not a manifest of ort_zero: {error}") from None
-    if value.get("version") not in (VERSION, VERSION_WITH_RUNS):
+    if value.get("version") not in (VERSION, VERSION_WITH_RUNS, VERSION_WITH_PARTS):
         raise CheckpointError(
             f"{path} has format version {value.get('version')!r}, this version of ort_zero reads "
-            f"{VERSION} and {VERSION_WITH_RUNS}; "
-            "use the version that wrote it"
+            f"{VERSION} to {VERSION_WITH_PARTS}; use the version that wrote it"
         )
     digest = value.pop("xxh3_128", None)
     end = data.rfind(b',\n"xxh3_128"')
@@ -161,7 +166,7 @@ def source_of(manifest: Manifest, root: str) -> Source:
                 kind=entry.kind,
                 dtype=entry.dtype,
                 shape=tuple(entry.shape),
-                pieces=pieces_of(entry.pieces, names, entry.dtype, runs=manifest.version == VERSION_WITH_RUNS),
+                pieces=pieces_of(entry.pieces, names, entry.dtype, runs=manifest.version >= VERSION_WITH_RUNS),
             )
             wrong = check_cover(tensor) or extents.claim(tensor)
         except (IndexError, TypeError) as error:
@@ -169,6 +174,10 @@ def source_of(manifest: Manifest, root: str) -> Source:
         if wrong:
             raise CorruptCheckpointError(f"{root}/{NAME}: {entry.kind} of {entry.name}: {wrong}")
         tensors.append(tensor)
+    shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.kind in (MASTER, BUFFER)}
+    for tensor in tensors:
+        if (tensor.kind == MODULE or tensor.is_of_one_rank) and shapes.get(tensor.name) != tensor.shape:
+            raise CorruptCheckpointError(f"{root}/{NAME}: {tensor.kind} of {tensor.name}: no other has its shape")
     claimed = extents.claimed_too_much()
     if claimed:
         raise CorruptCheckpointError(f"{root}/{NAME}: {claimed}")
@@ -193,6 +202,7 @@ def source_of(manifest: Manifest, root: str) -> Source:
         ),
         config=dict(manifest.config),
         dtype=manifest.dtype,
+        left_out=frozenset(manifest.left_out),
     )
 
 
@@ -218,11 +228,10 @@ def resolve_tag(folder: Folder, tag: str | None) -> str:
         CheckpointError: neither `tag` nor a file ``latest`` exists, or the folder of the tag does not.
     """
     if tag is None:
-        if not folder.exists(LATEST):
-            there = _tags(folder)
-            hint = f"tags there: {', '.join(there)}" if there else "it holds no checkpoint"
-            raise CheckpointError(f'{folder.path()} has no file "{LATEST}", give a tag; {hint}')
-        tag = tag_in(folder.read(LATEST, limit=_MAX_LATEST_BYTES))
+        tag = read_latest(folder, LATEST)
+        if not tag:
+            said = f'has no file "{LATEST}"' if tag is None else f'has an empty file "{LATEST}"'
+            raise CheckpointError(f"{folder.path()} {said}, give a tag; {_hint(folder)}")
         origin = f"{folder.path(LATEST)} names the tag {tag!r}"
     else:
         origin = f"tag {tag!r} was given"
@@ -231,13 +240,23 @@ def resolve_tag(folder: Folder, tag: str | None) -> str:
     except CheckpointError as error:
         raise CheckpointError(f"{origin}: {error}") from None
     if not folder.child(tag).names():
-        tags = ", ".join(_tags(folder)) or "none"
-        raise CheckpointError(f"{origin}, but {folder.path(tag)} is not there; tags there: {tags}")
+        raise CheckpointError(f"{origin}, but {folder.path(tag)} is not there; {_hint(folder)}")
     return tag
 
 
-def _tags(folder: Folder) -> list[str]:
-    return [n for n in folder.names() if n != LATEST and folder.child(n).exists(NAME) or n.startswith("global_step")]
+def read_latest(folder: Folder, name: str) -> str | None:
+    """Return the tag in the file `name` (``latest`` or ``latest_universal``), None if there is no such file."""
+    return tag_in(folder.read(name, limit=_MAX_LATEST_BYTES)) if folder.exists(name) else None
+
+
+def _hint(folder: Folder) -> str:
+    tags = [name for name in folder.folders() if is_checkpoint(folder.child(name).names())]
+    return f"tags there: {', '.join(tags) or 'none'}"
+
+
+def is_checkpoint(names: Iterable[str]) -> bool:
+    """Return True if a folder with files of these names is a checkpoint, of ort_zero or DeepSpeed."""
+    return any(name == NAME or name.endswith("_states.pt") for name in names)
 
 
 def open_ours(folder: Folder) -> Source | None:
@@ -272,6 +291,6 @@ def locate(path: str, tag: str | None) -> Folder:
     names = folder.names()
     if not names:
         raise nothing_at(folder)
-    if tag is None and (NAME in names or any(n.endswith("_states.pt") for n in names)):
+    if tag is None and is_checkpoint(names):
         return folder
     return folder.child(resolve_tag(folder, tag))

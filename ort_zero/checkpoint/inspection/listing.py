@@ -11,6 +11,7 @@ from ort_zero.checkpoint.files.storage import Folder, open_folder
 from ort_zero.checkpoint.finding import Candidate, checkpoints_below, condition_of
 from ort_zero.checkpoint.format import manifest
 from ort_zero.errors import CheckpointError
+from ort_zero.utils.atomic_write import PARTIAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,11 @@ class ListedCheckpoint:
     zero_stage: int | None
     world_size: int | None
     bytes: int
-    """Size of all files in the checkpoint's folder."""
+    """Size of all files in the checkpoint's folder but `partial_bytes`."""
+    partial_bytes: int
+    """Size of the files that an interrupted save left incomplete."""
+    left_out: tuple[str, ...]
+    """Names of the frozen parameters that the save left out."""
     modified: float | None
     """Time at which the newest file was written, in seconds since 1970; None where the store does not tell."""
     age: float | None
@@ -69,6 +74,7 @@ def _listed(candidate: Candidate, now: float, trust_pickle: bool, tp_split: Sequ
     condition = condition_of(candidate, trust_pickle, tp_split)
     source = condition.source
     names = [name for name in folder.names() if folder.exists(name)]
+    partial = [name for name in names if name.endswith(PARTIAL)]
     times = [at for name in names if (at := folder.modified(name)) is not None]
     modified = max(times, default=None)
     return ListedCheckpoint(
@@ -79,7 +85,9 @@ def _listed(candidate: Candidate, now: float, trust_pickle: bool, tp_split: Sequ
         step=source.step if source else None,
         zero_stage=source.zero_stage if source else None,
         world_size=source.world_size if source else None,
-        bytes=sum(folder.size(name) or 0 for name in names),
+        bytes=sum(folder.size(name) or 0 for name in names if name not in partial),
+        partial_bytes=sum(folder.size(name) or 0 for name in partial),
+        left_out=tuple(sorted(source.left_out)) if source else (),
         modified=modified,
         age=None if modified is None else max(0.0, now - modified),
         whole=condition.whole,

@@ -149,7 +149,7 @@ def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bo
     findings.tag, findings.tensors = source.tag, len(source.tensors)
     for text in problems_of_manifest(document, source):
         findings.add(manifest.NAME, f"{folder.path(manifest.NAME)}: {text}")
-    findings.notes += note_on_other(folder)
+    findings.notes += [*note_on_other(folder), *source.remarks()]
     files = list(source.files.values())
     for name in folder.names():
         if name in source.files or name == manifest.NAME or name.startswith(_OF_MACOS):

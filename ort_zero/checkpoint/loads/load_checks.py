@@ -21,8 +21,8 @@ _MAX_NAMED = 5
 _EXTRA_STATE = "_extra_state"
 
 
-def refuse_misfit(state: EngineState, source: Source, strict: bool) -> None:
-    """Raise if names or shapes of tensors differ between the engine and the checkpoint.
+def refuse_misfit(state: EngineState, source: Source, strict: bool, full: bool = False) -> None:
+    """Raise if names or shapes of tensors differ between the engine and the checkpoint; `full` loads optimizer states.
 
     Raises:
         CheckpointError: names the first missing, unexpected and differing tensors.
@@ -48,40 +48,37 @@ def refuse_misfit(state: EngineState, source: Source, strict: bool) -> None:
         problems.append(f"shapes differ: {shortened(wrong, _MAX_NAMED)}")
     if problems:
         raise CheckpointError(f"{source.root} does not fit the model: {'; '.join(problems)}")
-    _warn_of_differences(state, source, resolved)
+    _warn_of_differences(state, source, resolved, full)
 
 
-def _warn_of_differences(state: EngineState, source: Source, resolved: dict[str, str]) -> None:
+def _warn_of_differences(state: EngineState, source: Source, resolved: dict[str, str], full: bool) -> None:
     """Warn of tensors that stay as they are, lose their tie, or lose their optimizer state.
 
     Args:
         state: state of the engine.
         source: the checkpoint.
         resolved: stored name of each parameter and buffer by its name in the model.
+        full: True if optimizer states are loaded.
     """
-    stored = source.weights()
-    absent = [name for name, stored_name in resolved.items() if stored_name not in stored]
-    if absent:
-        log.get_logger().warning(
-            "%s lacks %s, which the optimizer does not train: they stay as they are",
-            source.root,
-            shortened(absent, _MAX_NAMED),
-        )
-    split = [f"{name} and {other}" for name, other in resolved.items() if name != other and other in state.parameters]
-    if split:
-        log.get_logger().warning(
-            "%s holds one tensor for %s, which the model does not tie: both get its values and are trained apart",
-            source.root,
-            shortened(split, _MAX_NAMED),
-        )
-    trained = state.optimized()
-    thawed = [name for name in resolved if name in trained and resolved[name] in source.frozen]
-    if thawed:
-        log.get_logger().warning(
-            "%s was saved while %s was not trained: its optimizer state starts empty",
-            source.root,
-            shortened(thawed, _MAX_NAMED),
-        )
+    stored, trained = source.weights(), state.optimized()
+    moments = {tensor.name for tensor in source.tensors if tensor.is_optimizer_state} if full else set()
+    warnings = {
+        "%s lacks %s, which the optimizer does not train: they stay as they are": [
+            name for name, stored_name in resolved.items() if stored_name not in stored
+        ],
+        "%s holds one tensor for %s, which the model does not tie: both get its values and are trained apart": [
+            f"{name} and {other}" for name, other in resolved.items() if name != other and other in state.parameters
+        ],
+        "%s was saved while %s was not trained: its optimizer state starts empty": [
+            name for name in resolved if name in trained and resolved[name] in source.frozen
+        ],
+        "%s was saved while %s was trained: its optimizer state is left out, and the next save lacks it": [
+            name for name in state.parameters if name not in trained and resolved[name] in moments
+        ],
+    }
+    for text, names in warnings.items():
+        if names:
+            log.get_logger().warning(text, source.root, shortened(names, _MAX_NAMED))
 
 
 # -- numbers and hyper-parameters -------------------------------------------------------------------------------------

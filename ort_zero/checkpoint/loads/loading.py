@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ort_zero import log
+from ort_zero.checkpoint.deepspeed.file_names import LATEST_UNIVERSAL
+from ort_zero.checkpoint.deepspeed.universal import recognises
 from ort_zero.checkpoint.files.storage import Folder, open_folder
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.loads.load_checks import (
@@ -92,14 +94,14 @@ def load(
         )
     saved = _read_training_state(folder, source, trust_pickle, ranks)
     with ranks.raise_on_all(_ACTION):
-        refuse_misfit(state, source, strict)
+        refuse_misfit(state, source, strict, full)
         check_counters(saved.counters, state, folder.path())
         if full:
             refuse_other_optimizer(state, source, saved)
         if load_lr_scheduler_states and not load_module_only:
             refuse_other_scheduler(state, saved, source.root)
         settings = optimizer_settings(state, source, full)
-        staged = StagedState(state, source, full)
+        staged = StagedState(state, source if full else source.with_weights_of("module"), full)
         reader = CheckedReader(folder, source.files)
         reader.read(staged.requests())
     check_records_of(folder, source.files, reader.parts, ranks)
@@ -125,6 +127,7 @@ def load(
             if in_accumulation:
                 drop_accumulated_gradients(engine)  # gradients of the weights before the load
         state.loaded()
+        staged.put_module_weights()
     if ranks.rank == 0:
         for note in source.notes:
             log.get_logger().warning("%s: %s", folder.path(), note)
@@ -197,6 +200,27 @@ def _read_training_state(folder: Folder, source: Source, trust_pickle: bool, ran
         if texts:
             raise UnreadableCheckpointError(texts[0], source)
     return saved
+
+
+def universal_tag(path: str, tag: str | None) -> tuple[str | None, bool]:
+    """Return the tag that ``"load_universal": true`` means, and whether it is universal. All ranks must call.
+
+    Without a tag, ``latest_universal`` names the tag, else ``latest``; a warning names a newer ``latest``.
+    """
+    ranks = saving.all_ranks()
+    is_universal = False
+    with ranks.raise_on_all("looking for the checkpoint"):
+        if ranks.rank == 0:
+            folder = open_folder(path)
+            if tag is None and (tag := manifest.read_latest(folder, LATEST_UNIVERSAL) or None) is not None:
+                times = [folder.modified(name) or 0.0 for name in (manifest.LATEST, LATEST_UNIVERSAL)]
+                newer = manifest.read_latest(folder, manifest.LATEST)
+                if newer not in (None, tag) and times[0] > times[1]:
+                    text = '"load_universal" loads %s, which %s names; latest is newer and names %s: give it as the tag'
+                    log.get_logger().warning(text, tag, folder.path(LATEST_UNIVERSAL), newer)
+            place = folder if tag is None else folder.child(str(tag))
+            is_universal = recognises(place, place.names())
+    return ranks.broadcast((tag, is_universal))
 
 
 def format_of(path: str, tag: str | None) -> str | None:

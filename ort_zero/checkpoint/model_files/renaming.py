@@ -99,6 +99,7 @@ def _with_names(source: Source, change: Callable[[str], str], text: str) -> Sour
         tensors=tuple(replace(tensor, name=table[tensor.name]) for tensor in source.tensors),
         aliases={table[alias]: table.get(name, name) for alias, name in source.aliases.items()},
         frozen=frozenset(table.get(name, change(name)) for name in source.frozen),
+        left_out=frozenset(map(change, source.left_out)),
         optimizer=None if optimizer is None else _renamed_optimizer(optimizer, change),
     )
 

@@ -12,7 +12,7 @@ import torch
 from ort_zero import log
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.format import values
-from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Optimizer, ParamGroup
+from ort_zero.checkpoint.records import MASTER, WEIGHT, Optimizer, ParamGroup, buffer_kind
 from ort_zero.checkpoint.saves.shard_writer import ShardEntry
 from ort_zero.compat.deepspeed_state import EngineState, Flat
 from ort_zero.errors import CheckpointError
@@ -42,6 +42,8 @@ class Model:
     dtype: str
     aliases: dict[str, str]
     frozen: list[str]
+    left_out: list[str]
+    """Names of the frozen parameters that are not stored."""
     optimizer_class: str | None
     groups: list[ParamGroup]
     step: int
@@ -75,6 +77,7 @@ def describe(state: EngineState, exclude_frozen: bool) -> Model:
         dtype=dtypes.code_of(state.dtype()),
         aliases={alias: name for alias, name in state.aliases().items() if name in shapes},
         frozen=[name for name in frozen if name in shapes],
+        left_out=[name for name in frozen if name not in shapes],
         optimizer_class=None if base is None else type(base).__name__,
         groups=[ParamGroup(names=tuple(n), options=o) for n, o in zip(state.group_names(), options)],
         step=state.counters()["global_steps"],
@@ -83,8 +86,12 @@ def describe(state: EngineState, exclude_frozen: bool) -> Model:
     )
 
 
-def shard_of(state: EngineState, rank: int, size: int, client_state: Mapping[str, Any], exclude_frozen: bool) -> Shard:
+def shard_of(
+    state: EngineState, rank: int, size: int, client_state: Mapping[str, Any], exclude_frozen: bool, buffers: set[str]
+) -> Shard:
     """Return the part that `rank` of `size` ranks writes; its tensors are views of the live tensors.
+
+    Rank 0 writes all buffers, another rank those in `buffers`.
 
     Raises:
         CheckpointError: an optimizer state belongs to no range of a parameter, or a value cannot be stored.
@@ -97,11 +104,11 @@ def shard_of(state: EngineState, rank: int, size: int, client_state: Mapping[str
             _add_flat(flat, state, weights, moments, scalars)
     if not exclude_frozen:
         weights += _without_master(state, rank, size)
-    if rank == 0:
-        weights += [
-            ShardEntry(name=name, kind=BUFFER, start=0, tensor=buffer.detach().contiguous().view(-1))
-            for name, buffer in state.buffers()
-        ]
+    weights += [
+        ShardEntry(name=name, kind=buffer_kind(rank), start=0, tensor=buffer.detach().contiguous().view(-1))
+        for name, buffer in state.buffers()
+        if not rank or name in buffers
+    ]
     tensors: list[torch.Tensor] = []
     extra = {key: values.encode(value, key, tensors) for key, value in _extra(state, client_state).items()}
     return Shard(weights=weights, moments=moments, extra=extra, extra_tensors=tensors, scalars=scalars)

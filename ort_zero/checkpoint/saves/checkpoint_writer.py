@@ -184,6 +184,7 @@ def manifest_of(folder: Folder, job: SaveJob, packed: Sequence[bytes], *, all_he
         versions={name: _version(name) for name in ("ort-zero", "torch", "deepspeed")},
         aliases=model.aliases,
         frozen=model.frozen,
+        left_out=model.left_out,
         config=model.config,
     )
     manifest.source_of(document, folder.url)  # a gap or an overlap is found now, not when the checkpoint is needed

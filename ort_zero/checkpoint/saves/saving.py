@@ -26,6 +26,13 @@ from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.saves import capture
 from ort_zero.checkpoint.saves.capture import Shard
 from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, write_checkpoint
+from ort_zero.checkpoint.saves.differing_values import (
+    Digests,
+    buffers_unlike_first,
+    changed_weights,
+    digests,
+    weights_unlike_masters,
+)
 from ort_zero.checkpoint.saves.staging import Staging
 from ort_zero.compat.deepspeed_accumulation import micro_steps_since_step
 from ort_zero.compat.deepspeed_state import EngineState
@@ -153,6 +160,7 @@ def _save(
     """Run :func:`save`; the caller delays interrupts while ranks exchange messages."""
     with ranks.raise_on_all("preparing the checkpoint"):
         state = EngineState(engine)
+        buffers = digests(state.buffers())
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         check_tag(tag)
     if micro_steps_since_step(engine):
@@ -162,13 +170,18 @@ def _save(
             tag,
             micro_steps_since_step(engine),
         )
-    save_id, run_id, suffix = _agree(ranks, path, tag)
+    save_id, run_id, suffix, everyone = _agree(ranks, path, tag, buffers)
     with ranks.raise_on_all("preparing the checkpoint"):
         state.wait_for_copies()
         model = capture.describe(state, exclude_frozen)
-        shard = capture.shard_of(state, ranks.rank, ranks.size, client_state, exclude_frozen)
-        finish_copy = None
-        if async_save:
+        differing = buffers_unlike_first(everyone, ranks.rank)
+        shard = capture.shard_of(state, ranks.rank, ranks.size, client_state, exclude_frozen, differing)
+        names = changed_weights(state.module_weights(), shard.weights)
+    # now, also for a background save: the program may put the old weights back at once
+    shard.weights.extend(weights_unlike_masters(state.module_weights(), names, ranks))
+    finish_copy = None
+    if async_save:
+        with ranks.raise_on_all("preparing the checkpoint"):
             shard, finish_copy = _stage(engine, shard).begin(shard, state.steps_can_wait())
     job = SaveJob(
         path=path,
@@ -240,15 +253,15 @@ def _fail_at_exit() -> None:
 atexit.register(_fail_at_exit)
 
 
-def _agree(ranks: RankGroup, path: str, tag: str) -> tuple[str, str, str]:
-    """Return save id, run id and suffix, the same on all ranks.
+def _agree(ranks: RankGroup, path: str, tag: str, buffers: Digests) -> tuple[str, str, str, list[Digests]]:
+    """Return save id, run id and suffix, the same on all ranks, and the digests of the buffers of all ranks.
 
     Raises:
         CheckpointError: the ranks save to different folders or tags.
     """
-    targets = ranks.gather((str(path), tag))
+    targets = ranks.gather((str(path), tag, buffers))
     for rank, other in enumerate(targets):
-        if other != targets[0]:
+        if other[:2] != targets[0][:2]:
             raise CheckpointError(
                 f"rank 0 saves to {targets[0][0]!r} as {targets[0][1]!r}, rank {rank} to {other[0]!r} as {other[1]!r}; "
                 "all ranks must give the same"
@@ -264,7 +277,7 @@ def _agree(ranks: RankGroup, path: str, tag: str) -> tuple[str, str, str]:
                     "%s holds a checkpoint in DeepSpeed's own format; it stays there beside the new one", folder.path()
                 )
     save_id, run_id, occupied = ranks.broadcast((save_id, _RUN_ID, occupied))
-    return save_id, run_id, f".{save_id[:8]}" if occupied else ""
+    return save_id, run_id, f".{save_id[:8]}" if occupied else "", [target[2] for target in targets]
 
 
 def _stage(engine: Any, shard: Shard) -> Staging:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 
 from ort_zero.checkpoint.reads.reading import ReadRequest
-from ort_zero.checkpoint.records import Source, Tensor
+from ort_zero.checkpoint.records import MODULE, Source, Tensor, buffer_kind
 from ort_zero.compat.deepspeed_state import EngineState, Flat, Span
 from ort_zero.utils.host_memory import FilledHostMemory
 
@@ -39,6 +40,9 @@ class StagedState:
         """Masters by the index of the flat buffer, from the first element of a parameter to the last."""
         self._states: dict[tuple[int, str], torch.Tensor] = {}
         """States of the optimizer by the index of the flat buffer and by kind."""
+        self._module = source.by_name(MODULE) if state.module_weights() else {}
+        ranks = dist.get_world_size()
+        self._rank_buffers = source.by_name(buffer_kind(dist.get_rank())) if ranks == source.world_size else {}
         self._weights: dict[str, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
 
@@ -52,10 +56,17 @@ class StagedState:
             if name in self._stored and part.length:
                 self._weights[part.name] = self._memory.tensor(part.length, part.tensor.dtype)
                 yield _request(self._stored[name], part.start, part.length, self._weights[part.name])
+        for name, weight in self._state.module_weights().items():
+            stored = self._module.get(self._name(name))
+            if stored is not None:
+                self._weights[name] = self._memory.tensor(weight.numel(), weight.dtype)
+                yield _request(stored, 0, weight.numel(), self._weights[name])
         for name, buffer in self._state.buffers():
             if buffer.numel():
                 self._buffers[name] = self._memory.tensor(buffer.numel(), buffer.dtype)
-                yield _request(self._stored[self._name(name)], 0, buffer.numel(), self._buffers[name])
+                stored_name = self._name(name)
+                stored = self._rank_buffers.get(stored_name, self._stored[stored_name])
+                yield _request(stored, 0, buffer.numel(), self._buffers[name])
 
     def _requests_of_flat(self, index: int, flat: Flat) -> Iterator[ReadRequest]:
         first, end = _extent(flat)
@@ -117,6 +128,12 @@ class StagedState:
                         buffer.data = read.to(buffer.device)
                     else:
                         buffer.data.copy_(read)
+
+    def put_module_weights(self) -> None:
+        """Put the weights that are not the masters, cast, into the module; call it after ``EngineState.loaded``."""
+        for name in self._state.module_weights().keys() & self._weights.keys():
+            weight = self._state.parameters[name].data
+            weight.copy_(self._weights[name].view(weight.shape))
 
     def _put_state(self, index: int, flat: Flat, kind: str) -> None:
         live = self._state.state_of(flat)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ort_zero.checkpoint.records import BUFFER, WEIGHT
+from ort_zero.checkpoint.records import MASTER
 from ort_zero.checkpoint.saves.capture import Shard
 from ort_zero.checkpoint.saves.shard_writer import ShardEntry
 from ort_zero.utils.host_memory import host_memory
@@ -47,7 +47,7 @@ class Staging:
         Args:
             shard: this rank's part, for which memory is reserved.
             may_wait: copy masters and moments later, before the optimizer's next step. The others are copied at once:
-                buffers change in a forward, and users may change frozen weights at any time.
+                buffers change in a forward, and users may change weights of the module at any time.
         """
         position = 0
         parts: list[list[ShardEntry]] = []
@@ -56,7 +56,7 @@ class Staging:
             copies = []
             for entry in entries:
                 copy = self._bytes[position : position + entry.nbytes]
-                if may_wait and entry.kind not in (WEIGHT, BUFFER):
+                if may_wait and (entry.kind == MASTER or entries is shard.moments):
                     later.append((entry.tensor, copy))
                 else:
                     _copy(entry.tensor, copy)
