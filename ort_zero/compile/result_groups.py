@@ -34,15 +34,18 @@ def divided(module: GraphModule) -> GraphModule | None:
     leads_to = _results_of(nodes, results)
     if len(results) < 2 or all(leads_to[node] in (set(), results) for node in nodes if node.op == "placeholder"):
         return None
+    # an input of a part has a gradient if any result of the part has one: no such result may lead further than the input
     parts: dict[Node, int] = {}
-    number, current = 0, None
+    number, of_part, limit = 0, set[Node](), results
     for node in nodes:
-        reached = leads_to[node]
         if node.op in ("placeholder", "get_attr", "output"):
             continue
-        if reached and current is not None and reached != current:
-            number += 1
-        current = reached or current
+        read = [leads_to[each] for each in node.all_input_nodes if each.op in ("placeholder", "get_attr")]
+        of_inputs = set.intersection(results, *filter(None, read))
+        if leads_to[node] and not of_part | leads_to[node] <= limit & of_inputs:
+            number, of_part, limit = number + 1, set(), results
+        if leads_to[node]:
+            of_part, limit = of_part | leads_to[node], limit & of_inputs
         parts[node] = number
     if number >= _MAX_PARTS or any(map(is_observation, nodes)):
         why = "statistics look into it" if any(map(is_observation, nodes)) else f"in more than {_MAX_PARTS} parts"
