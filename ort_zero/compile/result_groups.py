@@ -19,8 +19,8 @@ from ort_zero.compat.torch_compile import tree_leaves
 from ort_zero.errors import ExportError
 from ort_zero.statistics.collect.graph_passes import is_observation
 
-_MAX_PARTS = 6
-"""Parts of a graph from which PyTorch runs the unit: each part costs a fourth of a millisecond a call."""
+_MAX_PARTS = 16
+"""Parts of a graph from which PyTorch runs the unit; a decoder's layer whose keys and values are results has eight."""
 
 
 def divided(module: GraphModule) -> GraphModule | None:
@@ -34,7 +34,7 @@ def divided(module: GraphModule) -> GraphModule | None:
     leads_to = _results_of(nodes, results)
     if len(results) < 2 or all(leads_to[node] in (set(), results) for node in nodes if node.op == "placeholder"):
         return None
-    # an input of a part has a gradient if any result of the part has one: no such result may lead further than the input
+    # an input of a part has a gradient if any result of the part has one: no result may lead further than an input
     parts: dict[Node, int] = {}
     number, of_part, limit = 0, set[Node](), results
     for node in nodes:
