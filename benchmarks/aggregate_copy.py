@@ -183,7 +183,7 @@ def two_ranks(scratch: str, weights: int, rounds: int) -> list[Goal]:
     The kernel lets one write into a file at a time, so that a single output file keeps ranks waiting for each other
     whoever writes it.
     """
-    from ort_zero.testing.ranks import run_on_ranks
+    from rank_launcher import run_on_ranks
 
     source, out = f"{scratch}/source", f"{scratch}/out"
     size = bytes_of(alone(write_deepspeed, source, 1, 2, weights))

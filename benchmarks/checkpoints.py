@@ -193,7 +193,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.millions, args.hidden = 1, 4, 512
-    from ort_zero.testing.ranks import run_on_ranks
+    from rank_launcher import run_on_ranks
 
     results: dict[str, dict[str, dict[str, float]]] = {}
     goals: list[Goal] = []

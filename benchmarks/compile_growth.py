@@ -89,7 +89,7 @@ def main() -> int:
     parser.add_argument("--widths", nargs="*", type=int, default=list(WIDTHS), help="of one layer; 8192: 14 GiB")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    from ort_zero.testing.ranks import run_on_ranks
+    from rank_launcher import run_on_ranks
 
     report: dict[str, list[dict[str, Any]]] = {"depth": [], "width": []}
     sizes = [("depth", layers, 256) for layers in args.depths] + [("width", 1, hidden) for hidden in args.widths]

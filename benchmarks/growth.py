@@ -164,7 +164,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="file of the picture, .svg or .png")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    from ort_zero.testing.ranks import run_on_ranks
+    from rank_launcher import run_on_ranks
 
     table: dict[int, dict[str, float]] = {}
     for ranks in args.ranks:

@@ -90,7 +90,7 @@ def main() -> int:
     parser.add_argument("--dir", help="where to write; removed at the end. Default: a temporary folder")
     parser.add_argument("--timeout", type=float, default=400)
     args = parser.parse_args()
-    from ort_zero.testing.ranks import run_on_ranks
+    from rank_launcher import run_on_ranks
 
     goals = []
     for stage in args.stages:

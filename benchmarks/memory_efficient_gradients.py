@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=900)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    from ort_zero.testing.ranks import run_on_ranks
+    from rank_launcher import run_on_ranks
 
     memory = {
         on: run_on_ranks(measure_memory, args.ranks, on, vars(args), timeout=args.timeout, env=MALLOC)

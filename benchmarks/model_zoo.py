@@ -424,7 +424,7 @@ def zero3(name: str, engine: str) -> Row:
 
 def spawn_zero3(spec: zoo_models.Spec, engine: str, timeout: float) -> Row:
     """Return the row of `spec` under ZeRO-3, that of a rank where it does not work if there is one."""
-    from ort_zero.testing.ranks import run_on_ranks
+    from rank_launcher import run_on_ranks
 
     try:
         rows = run_on_ranks(zero3, 2, spec.name, engine, timeout=timeout)

@@ -81,7 +81,7 @@ def main() -> int:
     parser.add_argument("--keep-outputs", action="store_true", help="keep the logits until the backward is over")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    from ort_zero.testing.ranks import run_on_ranks
+    from rank_launcher import run_on_ranks
 
     cases: dict[str, Any] = {}
     for name in args.models:

@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help="JSON file to which the cases are added")
     args = parser.parse_args()
-    from ort_zero.testing.ranks import run_on_ranks
+    from rank_launcher import run_on_ranks
 
     cases: dict[str, Any] = {}
     for name in args.models:

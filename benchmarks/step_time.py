@@ -233,7 +233,7 @@ def measure_in_turns(
     Raises:
         RuntimeError: a rank has failed, or time ran out.
     """
-    from ort_zero.testing.ranks import run_on_ranks
+    from rank_launcher import run_on_ranks
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options = {**options, "port": store.port}

@@ -12,7 +12,6 @@
 | ``ORT_ZERO_MEMORY_TRIAL`` | internal: file with the request of ``ort-zero memory plan`` to the script that it runs |
 | ``ORT_ZERO_PROFILE`` | internal: file with the request of ``ort-zero profile`` to the script that it runs |
 | ``ORT_ZERO_EXPLAIN`` | internal: file with the request of ``ort-zero explain`` to the script that it runs |
-| ``ORT_ZERO_WARM_RANKS`` | ``1``: see `fresh` of :func:`ort_zero.testing.ranks.run_on_ranks` |
 
 ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are set by the launchers.
 """

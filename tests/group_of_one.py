@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
-from ort_zero.testing.ranks import free_port
+from rank_processes.ranks import free_port
 
 
 @pytest.fixture(scope="session")

@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from ort_zero.testing.ranks import run_on_ranks
+from rank_processes.ranks import run_on_ranks
 
 TOLERANCE = 2e-4
 """How far a loss, or another value that a program returns, may be from PyTorch's."""
@@ -194,7 +193,7 @@ def compare_on_rank(
 ) -> dict[str, dict[str, Any]]:
     """Run the function `name` of the file `source` without and with the section; all ranks call it."""
     importlib.import_module("torchvision_operators")
-    from ort_zero.testing._worker import load
+    from rank_processes._worker import load
 
     program = load(None, source, name)
     report = {}

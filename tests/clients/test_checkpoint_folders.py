@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes.ranks import free_port, run_on_ranks
 from torch import nn
 
 from ort_zero.checkpoint import aggregate, diff, list_checkpoints, verify
 from ort_zero.checkpoint.records import MASTER
 from ort_zero.checkpoint.saves import capture
-from ort_zero.testing.ranks import free_port, run_on_ranks
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from checkpoint_files import write

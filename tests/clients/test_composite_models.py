@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes.ranks import run_on_ranks
 from torch import nn
 
 from ort_zero.checkpoint import aggregate, verify
-from ort_zero.testing.ranks import run_on_ranks
 
 pytestmark = pytest.mark.clients
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import TOLERANCE, ZERO_2_AND_3, Result, Run
-
-from ort_zero.testing.ranks import run_script_on_ranks
+from rank_processes.ranks import run_script_on_ranks
 
 PACKAGES = ("trl", "transformers", "accelerate", "peft", "datasets")
 pytestmark = pytest.mark.clients

@@ -7,9 +7,9 @@ import textwrap
 import pytest
 from fresh_process import run
 from older_versions import older
+from rank_processes.ranks import free_port
 
 from ort_zero.compat import versions
-from ort_zero.testing.ranks import free_port
 
 pytestmark = pytest.mark.skipif(versions.installed("deepspeed") is None, reason="deepspeed is not installed")
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}

@@ -17,6 +17,7 @@ from typing import Any
 import checkpoint_files
 import pytest
 from object_store import environment_of, led_to_a_server, s3_server
+from rank_processes.ranks import free_port
 
 from ort_zero.checkpoint import aggregate, diff, list_checkpoints, verify
 from ort_zero.checkpoint.conversions.converting import convert
@@ -24,7 +25,6 @@ from ort_zero.checkpoint.files import remote_faults
 from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.cli import main as cli
 from ort_zero.errors import CheckpointError
-from ort_zero.testing.ranks import free_port
 
 SECRET = "hunter2secret"
 TOKEN = "sig%2Fnature99"

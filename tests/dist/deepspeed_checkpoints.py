@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from launch_once import once
+from rank_processes.ranks import run_on_ranks
 
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.checkpoint.records import Source, Tensor
-from ort_zero.testing.ranks import run_on_ranks
 
 STEPS = 3
 TRAINED = "trained"

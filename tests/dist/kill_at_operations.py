@@ -24,6 +24,7 @@ from typing import Any
 
 import checkpoint_files
 import torch
+from rank_processes.ranks import free_port
 from safetensors.torch import load_file
 from save_until_killed import Patience
 
@@ -39,7 +40,6 @@ from ort_zero.checkpoint.saves.shard_writer import ShardEntry
 from ort_zero.distributed.launched_ranks import from_launcher
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError, RankError
-from ort_zero.testing.ranks import free_port
 
 DONE, SURVIVED, WRONG = 0, 3, 4
 _EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate", "shutil.rmtree"}

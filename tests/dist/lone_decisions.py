@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from deepspeed_setup import ds_config, full_parameters, start
 from launch_once import once
+from rank_processes.ranks import run_on_ranks
 from torch import nn
 
 import ort_zero
-from ort_zero.testing.ranks import run_on_ranks
 
 STEPS = 8
 WIDTH = 6

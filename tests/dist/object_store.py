@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from ort_zero.testing.ranks import free_port
+from rank_processes.ranks import free_port
 
 _CONTROL = "/__proxy__"
 _ERROR = '<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{}</Code><Message>{}</Message></Error>'

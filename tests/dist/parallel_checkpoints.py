@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 from launch_once import once
-
-from ort_zero.testing.ranks import run_on_ranks
+from rank_processes.ranks import run_on_ranks
 
 WORLD = 4
 STEPS = 2

@@ -205,8 +205,7 @@ def rounds(how: str, count: int, folder: str, seed: int) -> dict[str, Any]:
     # what the ranks would import, each for itself and for seconds
     import torch._dynamo
     import torch._inductor.compile_fx  # noqa: F401
-
-    from ort_zero.testing.ranks import free_port
+    from rank_processes.ranks import free_port
 
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
     moments = random.Random(seed)

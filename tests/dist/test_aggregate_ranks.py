@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_files import MASTER, SAVED_ELSEWHERE, some_tensors, write
+from rank_processes.ranks import free_port, run_on_ranks
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint.aggregation import aggregation_stream
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
 from ort_zero.checkpoint.model_files import output_record
 from ort_zero.distributed.launched_ranks import from_launcher
-from ort_zero.testing.ranks import free_port, run_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 

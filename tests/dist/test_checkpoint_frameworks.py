@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes.ranks import run_on_ranks
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trainer_script import Rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from ort_zero.checkpoint import aggregate, diff, list_checkpoints, verify
 from ort_zero.errors import CheckpointError
-from ort_zero.testing.ranks import run_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 

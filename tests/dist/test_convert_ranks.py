@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from checkpoint_files import some_tensors, write
 from deepspeed_checkpoints import read
+from rank_processes.ranks import run_on_ranks
 
 from ort_zero.checkpoint import verify
 from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.distributed.launched_ranks import from_launcher
-from ort_zero.testing.ranks import run_on_ranks
 
 FORMATS = ("ort_zero", "deepspeed", "universal")
 

@@ -22,6 +22,7 @@ from checkpoint_engines import (
     train,
     values_of,
 )
+from rank_processes.ranks import run_on_ranks
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint import load, save
@@ -30,7 +31,6 @@ from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.saves import saving
 from ort_zero.errors import CheckpointError
-from ort_zero.testing.ranks import run_on_ranks
 
 SHARD = "rank_00001_master.safetensors"
 OTHER = "rank_00000_master.safetensors"

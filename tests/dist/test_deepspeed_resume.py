@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_engines import differences, engine_of, outcome, train, values_of
-
-from ort_zero.testing.ranks import run_on_ranks
+from rank_processes.ranks import run_on_ranks
 
 OPTIMIZER = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 MODULE = "mp_rank_00_model_states.pt"

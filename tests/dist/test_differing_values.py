@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from checkpoint_engines import engine_of, train, values_of
 from launch_once import once
+from rank_processes.ranks import run_on_ranks
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint import aggregate, convert, diff, list_checkpoints, verify, wait
-from ort_zero.testing.ranks import run_on_ranks
 
 PLANS: dict[str, dict[str, Any]] = {
     "fp32": {"stage": 1},

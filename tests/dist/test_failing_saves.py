@@ -28,6 +28,7 @@ from checkpoint_engines import (
     train,
     values_of,
 )
+from rank_processes.ranks import run_on_ranks
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint import load, save, wait
@@ -38,7 +39,6 @@ from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.saves import saving
 from ort_zero.distributed.side_channel import SideChannelGroup
 from ort_zero.errors import RankError
-from ort_zero.testing.ranks import run_on_ranks
 
 # -- what each rank does: saves that cannot work ---------------------------------------------------------------------
 
@@ -479,7 +479,7 @@ if len(sys.argv) > 2:
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_last_background_save_that_fails_ends_the_process_with_an_error(tmp_path, waits):
     """Nobody is there any more to be given the error; with status 0 the checkpoint would count as written."""
-    from ort_zero.testing.ranks import free_port
+    from rank_processes.ranks import free_port
 
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     variables |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

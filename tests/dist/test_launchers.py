@@ -17,10 +17,10 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 from deepspeed_setup import ds_config, start
+from rank_processes.ranks import free_port, run_on_ranks, run_script_on_ranks
 
 import ort_zero
 from ort_zero.checkpoint import verify
-from ort_zero.testing.ranks import free_port, run_on_ranks, run_script_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 

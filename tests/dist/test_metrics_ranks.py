@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from deepspeed_setup import ds_config, start
+from rank_processes.ranks import run_on_ranks
 from tiny_models import gpt2
 
 from ort_zero.errors import ConfigError
-from ort_zero.testing.ranks import run_on_ranks
 
 
 def train(folder: str) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from ort_zero.testing.ranks import run_on_ranks, run_script_on_ranks
+from rank_processes.ranks import run_on_ranks, run_script_on_ranks
 
 SCRIPT = """
 import datetime, os, signal, sys, time

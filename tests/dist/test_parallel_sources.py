@@ -13,6 +13,7 @@ import pytest
 import torch
 from deepspeed_checkpoints import read
 from parallel_checkpoints import ALL, SPLITS, STEPS, WORLD, Variant, resume, written
+from rank_processes.ranks import run_on_ranks
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
@@ -24,7 +25,6 @@ from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.records import MASTER, Source
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
-from ort_zero.testing.ranks import run_on_ranks
 
 RULES = [f"{name}={dim}/{fused}" if fused > 1 else f"{name}={dim}" for name, (dim, fused) in SPLITS.items()]
 UNIVERSAL = [variant for variant in ALL if variant.universal]

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from ort_zero.testing.ranks import run_on_ranks
+from rank_processes.ranks import run_on_ranks
 
 
 def begun(farewell):

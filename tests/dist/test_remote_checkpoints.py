@@ -11,13 +11,13 @@ from checkpoint_engines import (
     save_all,
 )
 from object_store import environment_of, led_to_a_server, s3_server
+from rank_processes.ranks import run_on_ranks
 
 from ort_zero.checkpoint import aggregate, diff, verify
 from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.distributed.launched_ranks import from_launcher
 from ort_zero.errors import CheckpointError, CorruptCheckpointError, RankError
-from ort_zero.testing.ranks import run_on_ranks
 
 
 def save_remote(url: str, plans: list[dict[str, Any]]) -> dict[str, list[float]]:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_processes.ranks import free_port
 
 from ort_zero.checkpoint import verify
-from ort_zero.testing.ranks import free_port
 
 SCRIPT = Path(__file__).with_name("resuming_training.py")
 ROOT = Path(__file__).parents[2]

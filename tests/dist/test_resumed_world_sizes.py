@@ -12,12 +12,12 @@ import pytest
 import torch
 from checkpoint_engines import Odd
 from optimizer_kinds import BY_DEEPSPEED, BY_SHARD, OPTIMIZERS
+from rank_processes.ranks import run_on_ranks
 from resumed_engines import CHANGES, made, step
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint import aggregate, convert, verify
 from ort_zero.errors import CheckpointError
-from ort_zero.testing.ranks import run_on_ranks
 
 STAGES = (1, 2, 3)
 KINDS = OPTIMIZERS | BY_DEEPSPEED

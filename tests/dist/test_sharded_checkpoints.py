@@ -19,10 +19,10 @@ from checkpoint_engines import (
     train,
 )
 from deepspeed_checkpoints import read
+from rank_processes.ranks import run_on_ranks
 
 from ort_zero.checkpoint import aggregate, verify
 from ort_zero.checkpoint.opening import open_checkpoint
-from ort_zero.testing.ranks import run_on_ranks
 
 WORLDS = (1, 2, 3, 4)
 STAGES = (0, 1, 2, 3)

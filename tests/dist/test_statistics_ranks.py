@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed_setup import ds_config, start
+from rank_processes.ranks import run_on_ranks
 from seeded_faults import FAULTS, PARTS, batch, build
 
 import ort_zero
 from ort_zero.statistics.compare.compare_runs import compare
 from ort_zero.statistics.reader import open_run
-from ort_zero.testing.ranks import run_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 

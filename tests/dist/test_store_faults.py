@@ -17,13 +17,13 @@ from checkpoint_engines import outcome
 from checkpoint_files import write
 from deepspeed_setup import ds_config, start
 from object_store import Fault, Proxy, environment_of, led_to_a_server, proxy_before, s3_server, set_faults, traffic_of
+from rank_processes.ranks import run_on_ranks
 
 from ort_zero.checkpoint import aggregate, convert, diff, verify
 from ort_zero.checkpoint.files import remote_faults, remote_storage
 from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.checkpoint.records import MASTER
 from ort_zero.errors import CheckpointError
-from ort_zero.testing.ranks import run_on_ranks
 
 PASSING = ("throttled", "broken", "cut")
 RUN = "s3://models/run/whole"

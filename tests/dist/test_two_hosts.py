@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 from namespaces import ROOT, Hosts, two_hosts, why_not
+from rank_processes.ranks import free_port
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint import aggregate, verify
 from ort_zero.cli.main import main
-from ort_zero.testing.ranks import free_port
 
 pytestmark = [
     pytest.mark.slow,

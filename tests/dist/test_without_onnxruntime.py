@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from deepspeed_setup import ds_config, start
-
-from ort_zero.testing.ranks import run_on_ranks
+from rank_processes.ranks import run_on_ranks
 
 ABSENT = ("onnx", "onnxruntime", "ort_zero.ortmodule")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-
-from ort_zero.testing.ranks import run_on_ranks
+from rank_processes.ranks import run_on_ranks
 
 # Looked for, not imported: each rank imports this file, and the tests of run_on_ranks need no DeepSpeed.
 if importlib.util.find_spec("deepspeed") is None:

@@ -26,7 +26,7 @@ def save(folder: str, ours: str) -> None:
         folder: exists.
         ours: name for the checkpoint of our format.
     """
-    sys.path.insert(0, str(HERE.parent / "dist"))
+    sys.path[:0] = [str(HERE.parent), str(HERE.parent / "dist")]
     import torch
     from checkpoint_workers import engine_of, train
     from safetensors.torch import save_file
@@ -67,8 +67,9 @@ def main() -> None:
     """Replace the folders beside this file."""
     import tempfile
 
+    from rank_processes.ranks import run_on_ranks
+
     from ort_zero.checkpoint.format import manifest
-    from ort_zero.testing.ranks import run_on_ranks
 
     with tempfile.TemporaryDirectory() as scratch:
         run_on_ranks(save, 2, scratch, f"checkpoint_v{manifest.VERSION}", timeout=800)

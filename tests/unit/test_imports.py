@@ -129,7 +129,6 @@ ALLOWED: dict[str, set[str]] = {
             "checkpoint.files", "checkpoint.inspection", "compat", "distributed", "doctor", "doctor_ranks", "env",
             "errors", "masking", "profiling", "statistics", "statistics.compare", "utils"},
     "__main__": {"cli"},
-    "testing": {"distributed", "plugin", "utils"},
 }  # fmt: skip
 """What each package may import, at module level or later. No way leads back, and every entry is in use."""
 

@@ -98,7 +98,8 @@ def rank(folder: str) -> None:
 
 def main() -> int:
     """Start the ranks and print what rank 0 found; return 1 if they did not get to their end."""
-    from ort_zero.testing.ranks import free_port  # the ranks import nothing of it
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    from rank_processes.ranks import free_port  # the ranks import nothing of it
 
     with tempfile.TemporaryDirectory() as folder:
         own = {

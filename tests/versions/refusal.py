@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 
 def main() -> int:
@@ -19,7 +20,9 @@ def main() -> int:
         import torch
 
         import ort_zero
-        from ort_zero.testing.ranks import free_port
+
+        sys.path.append(str(Path(__file__).resolve().parents[1]))
+        from rank_processes.ranks import free_port
 
         os.environ["MASTER_PORT"] = str(free_port())
 

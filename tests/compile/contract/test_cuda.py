@@ -7,11 +7,11 @@ import copy
 import onnxruntime
 import pytest
 import torch
+from rank_processes.ranks import run_on_ranks
 
 import ort_zero
 from ort_zero.compile.dynamo_backend import Compiler
 from ort_zero.compile.settings import Settings
-from ort_zero.testing.ranks import run_on_ranks
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),

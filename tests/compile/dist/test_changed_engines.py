@@ -14,9 +14,8 @@ import torch
 from comparison import Run, compare, trained_alike
 from launch_once import once
 from mutations import HOOKS, OF_THE_MODEL, OF_THE_PROCESS, WIDTH
+from rank_processes.ranks import run_on_ranks
 from torch import nn
-
-from ort_zero.testing.ranks import run_on_ranks
 
 
 def _batch(step: int) -> torch.Tensor:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from ort_zero.testing.ranks import run_on_ranks
+from rank_processes.ranks import run_on_ranks
 
 SIZE = 1003
 """Elements of each rank's part."""

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from ort_zero.testing.ranks import run_on_ranks
+from rank_processes.ranks import run_on_ranks
 
 
 def model_of_layers(width: int = 128) -> torch.nn.Module:

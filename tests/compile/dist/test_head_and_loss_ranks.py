@@ -12,8 +12,7 @@ import pytest
 import torch
 from comparison import Run, compare, trained_alike
 from launch_once import once
-
-from ort_zero.testing.ranks import run_on_ranks
+from rank_processes.ranks import run_on_ranks
 
 CLASSES = 4096
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 from deepspeed_setup import ds_config, start
-
-from ort_zero.testing.ranks import run_on_ranks
+from rank_processes.ranks import run_on_ranks
 
 STEPS = 5
 

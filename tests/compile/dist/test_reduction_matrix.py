@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from launch_once import once
+from rank_processes.ranks import run_on_ranks
 from torch import nn
-
-from ort_zero.testing.ranks import run_on_ranks
 
 STEPS = 3
 BF16 = {"bf16": {"enabled": True}}

@@ -27,12 +27,12 @@ import test_unit_features
 from comparison import Run, compare, trained_alike, unit_config
 from deepspeed_setup import start
 from launch_once import once
+from rank_processes.ranks import run_on_ranks, run_script_on_ranks
 from unit_models import losses_of
 
 import ort_zero
 from ort_zero.compat.torch_compile import in_backward
 from ort_zero.distributed import lone_failures
-from ort_zero.testing.ranks import run_on_ranks, run_script_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from comparison import GRADIENT, Run, compare, section, trained_alike
 from launch_once import once
+from rank_processes.ranks import run_on_ranks
 from stack_models import IN, OUT, Stack
 from torch import nn
 from torch.nn import functional as F
 from unit_models import losses_of
 
 import ort_zero
-from ort_zero.testing.ranks import run_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 

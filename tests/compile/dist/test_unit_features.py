@@ -19,12 +19,11 @@ from launch_once import once
 from models import Batches, build
 from older_versions import older
 from random_draws import WIDTH, Noisy, next_numbers, seed_all
+from rank_processes.ranks import run_on_ranks
 from stack_models import HIDDEN, IN, OUT, Actor, Block, CalledOften, Critic, Dangling, External, Stack, Switched, Tied
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-
-from ort_zero.testing.ranks import run_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 

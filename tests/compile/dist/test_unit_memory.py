@@ -15,9 +15,8 @@ import pytest
 import torch
 from comparison import Run, compare, trained_alike
 from launch_once import once
+from rank_processes.ranks import run_on_ranks
 from unit_models import losses_of
-
-from ort_zero.testing.ranks import run_on_ranks
 
 MODELS = ("gpt2_sdpa", "llama", "vit", "resnet")
 SETTINGS = {

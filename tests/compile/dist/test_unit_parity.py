@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from comparison import Run, compare, trained_alike
 from launch_once import once
+from rank_processes.ranks import run_on_ranks
 from unit_models import losses_of
-
-from ort_zero.testing.ranks import run_on_ranks
 
 STEPS = 20
 PAIRS = (("gpt2_sdpa", 2), ("gpt2_sdpa", 3), ("bert", 1), ("llama", 3), ("vit", 2), ("resnet", 3))

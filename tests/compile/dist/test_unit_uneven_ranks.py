@@ -11,10 +11,9 @@ import pytest
 import torch
 from comparison import Run, compare, trained_alike
 from launch_once import once
+from rank_processes.ranks import run_on_ranks
 from torch import nn
 from torch.nn import functional as F
-
-from ort_zero.testing.ranks import run_on_ranks
 
 WIDTH = 6
 STEPS = 6

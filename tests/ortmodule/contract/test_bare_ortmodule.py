@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes.ranks import free_port
 from torch import nn
 
 import ort_zero
 from ort_zero.errors import ConfigError
-from ort_zero.testing.ranks import free_port
 
 NO_ENTRY_POINT = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 TRAIN = """

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_setup import ds_config, start
+from rank_processes.ranks import run_on_ranks
 from torch import nn
 
 import ort_zero
-from ort_zero.testing.ranks import run_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from checkpoint_engines import Odd, digest, engine_of, train
 from deepspeed_setup import ds_config, full_parameters, start
+from rank_processes.ranks import run_on_ranks
 from safetensors.torch import load_file
 
 import ort_zero
 from ort_zero.checkpoint import aggregate, convert, verify
 from ort_zero.distributed.raise_on_all_ranks import default_group
-from ort_zero.testing.ranks import run_on_ranks
 
 pytestmark = pytest.mark.slow
 RANKS = 8

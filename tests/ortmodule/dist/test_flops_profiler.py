@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_setup import ds_config, start
-
-from ort_zero.testing.ranks import run_on_ranks
+from rank_processes.ranks import run_on_ranks
 
 
 def profiled(folder: str, stage: int) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_setup import ds_config, full_parameters, start
+from rank_processes.ranks import run_on_ranks
 from torch import nn
 
 import ort_zero
 from ort_zero.errors import ExportError
-from ort_zero.testing.ranks import run_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 

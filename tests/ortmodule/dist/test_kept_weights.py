@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_setup import ds_config, start
+from rank_processes.ranks import run_on_ranks
 from stack_models import IN, Stack
 
 import ort_zero
-from ort_zero.testing.ranks import run_on_ranks
 
 NUMBERS = {"default": {}, "no reuse": {"stage3_max_reuse_distance": 0}, "few": {"stage3_max_live_parameters": 300}}
 STEPS = 4

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from launch_once import once
-
-from ort_zero.testing.ranks import run_script_on_ranks
+from rank_processes.ranks import run_script_on_ranks
 
 HERE = Path(__file__).parent
 GRAPH = r"INFO Net training graph 1: exported in [\d.]+ s \(first call\); \d+ nodes, \d+ PythonOps.*"

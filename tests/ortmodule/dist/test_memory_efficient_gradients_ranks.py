@@ -13,13 +13,13 @@ import pytest
 import torch
 from deepspeed_setup import ds_config, full_parameters, start
 from launch_once import once
+from rank_processes.ranks import run_on_ranks
 from stack_models import IN, OUT, CalledOften, Stack, Switched, Tied
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ort_zero.backends import registry
-from ort_zero.testing.ranks import run_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 

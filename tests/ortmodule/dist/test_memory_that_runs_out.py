@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from ort_zero.testing.ranks import run_script_on_ranks
+from rank_processes.ranks import run_script_on_ranks
 
 SCRIPT = """
 import os, resource, sys, time

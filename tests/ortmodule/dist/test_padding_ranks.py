@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 from deepspeed_setup import full_parameters, start, tiny_engine
-
-from ort_zero.testing.ranks import run_on_ranks
+from rank_processes.ranks import run_on_ranks
 
 STEPS = 5
 RUNS = (("gpt2", 1), ("gpt2", 3), ("bert", 2), ("bert", 3))

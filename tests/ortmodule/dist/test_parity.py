@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_setup import ds_config, full_parameters, start
+from rank_processes.ranks import run_on_ranks
 
 import ort_zero
-from ort_zero.testing.ranks import run_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 

@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 import pytest
-
-from ort_zero.testing.ranks import free_port
+from rank_processes.ranks import free_port
 
 ENGINE = """\
 import sys

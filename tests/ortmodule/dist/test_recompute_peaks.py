@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from launch_once import once
+from rank_processes.ranks import run_on_ranks
 from recompute_models import DROPOUT
 from tiny_models import bert, gpt2, t5
-
-from ort_zero.testing.ranks import run_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 

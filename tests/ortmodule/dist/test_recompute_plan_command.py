@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from ort_zero.testing.ranks import free_port
+from rank_processes.ranks import free_port
 
 SCRIPT = """\
 import sys

@@ -13,11 +13,11 @@ import pytest
 import torch
 from deepspeed_setup import ds_config, full_parameters, start
 from launch_once import once
+from rank_processes.ranks import run_on_ranks
 from recompute_models import DROPOUT
 from tiny_models import bert, gpt2
 
 from ort_zero.backends import registry
-from ort_zero.testing.ranks import run_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 

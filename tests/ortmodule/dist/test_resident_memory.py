@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_setup import ds_config, start
+from rank_processes.ranks import run_on_ranks
 from tiny_models import gpt2
-
-from ort_zero.testing.ranks import run_on_ranks
 
 STEPS = 300
 SETTLED = 60

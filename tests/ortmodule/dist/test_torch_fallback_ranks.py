@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from deepspeed_setup import ds_config, full_parameters, start
+from rank_processes.ranks import run_on_ranks
 from torch import nn
 
 import ort_zero
 from ort_zero.ortmodule.runtime.zero3 import gathered_weights
-from ort_zero.testing.ranks import run_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 

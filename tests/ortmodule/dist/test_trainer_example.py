@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from rank_processes.ranks import free_port, run_script_on_ranks
 
 from ort_zero.checkpoint import verify
-from ort_zero.testing.ranks import free_port, run_script_on_ranks
 
 ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent

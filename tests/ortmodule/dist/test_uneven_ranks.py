@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_setup import ds_config, start
+from rank_processes.ranks import run_on_ranks
 from test_eval_gradients_ranks import engine_of, finished, noise
 from torch import nn
-
-from ort_zero.testing.ranks import run_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 

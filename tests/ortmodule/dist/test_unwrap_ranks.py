@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from deepspeed_setup import ds_config, full_parameters, start
 from models import build
+from rank_processes.ranks import run_on_ranks
 from safetensors.torch import load_file
 
 import ort_zero
-from ort_zero.testing.ranks import run_on_ranks
 
 
 def save_unwrapped(folder: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ import torch
 from deepspeed_setup import ds_config, full_parameters, start
 from launch_once import once
 from models import build
+from rank_processes.ranks import run_on_ranks
 from stack_models import (
     HIDDEN,
     IN,
@@ -47,7 +48,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import ort_zero
-from ort_zero.testing.ranks import run_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 A forked rank is a normal process: it has its own session, working directory, environment and outputs, and its
 interpreter ends as usual. Only effects of the time of imports differ; see `fresh` of
-:func:`ort_zero.testing.ranks.run_on_ranks`.
+:func:`rank_processes.ranks.run_on_ranks`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Server:
             self._loaded.update(missing)
 
     def start(self, folder: Path, env: Mapping[str, str], output: Path, errors: Path | None) -> Forked:
-        """Start a rank of :func:`ort_zero.testing.ranks.run_on_ranks`; `errors` None sends stderr to `output`, too."""
+        """Start a rank of :func:`rank_processes.ranks.run_on_ranks`; `errors` None sends stderr to `output`, too."""
         return Forked(self, self.ask("start", str(folder), dict(env), os.getcwd(), str(output), str(errors or output)))
 
     def ask(self, what: str, *about: Any) -> Any:
@@ -212,7 +212,7 @@ def main(number: int, imports: Iterable[str] = ()) -> int:
     Returns the exit status; in a forked rank, the rank's exit status.
     """
     from ort_zero.distributed import gloo_exit
-    from ort_zero.testing import _worker
+    from rank_processes import _worker
 
     gloo_exit.settle_at_exit()  # as in a rank, before the modules register theirs
     _import((*imports, *IMPORTED))

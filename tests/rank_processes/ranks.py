@@ -1,6 +1,6 @@
 """Run a function on several ranks, each a real process, and return the result of each rank.
 
-from ort_zero.testing.ranks import run_on_ranks
+from rank_processes.ranks import run_on_ranks
 
 def train(steps):
     deepspeed.init_distributed("gloo")
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ort_zero.testing import _warm
+from rank_processes import _warm
 
 _warmed: _warm.Server | None = None
 
@@ -193,9 +193,9 @@ def _start(
     imports: Sequence[str],
 ) -> list[subprocess.Popen | _warm.Forked]:
     """Start the ranks; `errors` is the suffix of the files for standard error, None for one file with stdout."""
-    package_home = str(Path(__file__).resolve().parents[2])
+    tests = Path(__file__).resolve().parents[1]
     env = dict(os.environ)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (package_home, env.get("PYTHONPATH"))))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(tests.parent), str(tests), env.get("PYTHONPATH"))))
     env.update(
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
@@ -218,7 +218,7 @@ def _start(
                 continue
             with open(output, "wb") as file, open(error_output or os.devnull, "wb") as error_file:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "ort_zero.testing._worker", str(folder)],
+                    [sys.executable, "-m", "rank_processes._worker", str(folder)],
                     env=of_rank,
                     stdin=subprocess.DEVNULL,
                     stdout=file,

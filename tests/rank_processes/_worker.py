@@ -1,4 +1,4 @@
-"""Run one rank of :func:`ort_zero.testing.ranks.run_on_ranks`: ``python -m ort_zero.testing._worker FOLDER``."""
+"""Run one rank of :func:`rank_processes.ranks.run_on_ranks`: ``python -m rank_processes._worker FOLDER``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write(path: Path, payload: Any) -> None:
 def main(folder: Path) -> int:
     """Run this rank's function, write its result or its traceback into `folder`, and return the exit code.
 
-    For a script of :func:`ort_zero.testing.ranks.run_script_on_ranks` nothing is written, and its errors are raised.
+    For a script of :func:`rank_processes.ranks.run_script_on_ranks` nothing is written, and its errors are raised.
     """
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
