@@ -6,6 +6,7 @@ written into them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -59,6 +60,23 @@ class LocalPart:
     """The live tensor: 1-D for a partition, else in the parameter's shape."""
     length: int
     """Number of valid elements; the rest of a partition is padding."""
+
+
+_SETTERS = ("set_full_hp_param", "set_local_hp_param", "refresh_fp32_params", "load_state_dict")
+"""Methods of DeepSpeed's optimizers, and of parameters under ZeRO-1 and 2, that set masters and moments."""
+
+
+def _call_before(owner: Any, name: str, action: Callable[[], Any]) -> Callable[[], None]:
+    """Have a method of one object call `action` first; return a function that puts the method back."""
+    original, was_own = getattr(owner, name), name in vars(owner)
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        action()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, method)
+    return lambda: setattr(owner, name, original) if was_own else delattr(owner, name)
 
 
 class EngineState:
@@ -154,13 +172,21 @@ class EngineState:
         outside = getattr(self.optimizer, "zenflow", False) or "SuperOffload" in type(self.optimizer).__name__
         return isinstance(self.base_optimizer(), torch.optim.Optimizer) and not outside
 
-    def before_steps(self, action: Callable[[], Any]) -> Any:
-        """Call `action` before every step of the torch optimizer; return the handle that removes it."""
+    def before_changes(self, action: Callable[[], Any]) -> Callable[[], None]:
+        """Call `action` before masters or moments change; return a function that ends that.
 
-        def hook(*_: Any) -> None:
-            action()
+        They change in each step of the torch optimizer, and where a program sets them, as by DeepSpeed's
+        ``safe_set_full_fp32_param``.
+        """
+        ends = [self.base_optimizer().register_step_pre_hook(lambda *_: action()).remove]
+        for owner in (self.optimizer, *self.parameters.values()):
+            ends += [_call_before(owner, name, action) for name in _SETTERS if hasattr(owner, name)]
 
-        return self.base_optimizer().register_step_pre_hook(hook)
+        def end() -> None:
+            for each in ends:
+                each()
+
+        return end
 
     def optimized(self) -> set[str]:
         """Return the names of the parameters that the optimizer trains, with master weights on any rank."""

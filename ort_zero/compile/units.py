@@ -103,7 +103,7 @@ def _excluded(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
     paths = [path for path, _ in named_modules_of(model) if path]
     names: set[str] = set()
     for pattern in patterns:
-        matches = [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
+        matches = [path for path in ("", *paths) if fnmatch.fnmatchcase(path, pattern)]
         if not matches:
             raise ConfigError(f"exclude: the pattern {pattern!r} matches no module; module paths look like {paths[:3]}")
         names.update(matches)

@@ -37,12 +37,14 @@ TRAINED = ("embed.weight", "norm.weight", "norm.bias", "hidden.weight", "hidden.
 
 
 def edit(engine: Any, kind: str) -> None:
-    """Put other weights into the module: all, one, some elements of one, or all on rank 0 alone."""
+    """Put other weights into the module: all, one, some elements of one, or all or one on one rank alone."""
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
             if name in TRAINED:
                 if kind == "all" or (kind == "rank_0" and dist.get_rank() == 0):
                     parameter.mul_(0.5).add_(0.25)
+                elif kind in ("rank_0_gain", "rank_1") and name == "gain" and dist.get_rank() == (kind == "rank_1"):
+                    parameter.fill_(3.0)
                 elif kind == "one" and name == "hidden.weight":
                     parameter.fill_(7.0)
                 elif kind == "element" and name == "embed.weight":
@@ -160,7 +162,8 @@ SOURCES = [("3", tag) for tag in ("ours", "plain")] + [
 ]
 
 
-KINDS = ("none", "all", "one", "element", "rank_0")
+KINDS = ("none", "all", "one", "element", "rank_0", "rank_0_gain", "rank_1")
+"""The masters of `gain` lie on rank 1 for the most part. DeepSpeed saves the module of rank 0."""
 
 
 @once
@@ -182,7 +185,8 @@ def unequal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], start:
 
 
 def edited(kind: str) -> set[str]:
-    return {"none": set(), "one": {"hidden.weight"}, "element": {"embed.weight"}}.get(kind, set(TRAINED))
+    names = {"none": [], "rank_1": [], "one": ["hidden.weight"], "element": ["embed.weight"], "rank_0_gain": ["gain"]}
+    return set(names.get(kind, TRAINED))
 
 
 @pytest.mark.parametrize("kind", KINDS)

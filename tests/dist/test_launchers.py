@@ -148,11 +148,11 @@ def trainer_in_pytorch(tmp_path_factory) -> dict:
 
 
 def _trained_in_units(report: dict) -> None:
-    """Check that ONNX Runtime ran a part of each of the four steps, and that the evaluation took the units too."""
+    """Check that ONNX Runtime ran a part of each of the four steps; the short evaluation is not worth graphs."""
     (model,) = report["status"]["models"]
     units, runs = len(model["units"]), model["graph_runs"]
     assert report["status"]["fallbacks"] == 0 and model["backend"] == "onnxruntime" and units >= 2, model
-    assert runs["backward"] == 4 * units and runs["forward"] >= 4 * units and runs["inference"] >= units, runs
+    assert runs["backward"] == 4 * units and runs["forward"] >= 4 * units and "inference" not in runs, runs
 
 
 def test_trainer_takes_the_section_and_trains_the_same(tmp_path, trainer_in_pytorch):
@@ -219,8 +219,8 @@ def test_the_command_of_make_train_prints_a_screenful_and_compares_with_pytorch(
     assert sum(line.startswith("step ") for line in lines) == 20
     assert not [line for line in lines if "Warning" in line or "deprecated" in line or "[WARNING]" in line]
     apart, ours, theirs, ratio = re.search(
-        rf"^PyTorch on the same {_COMPARED} steps: losses within (\S+) of these; a step takes (\S+) s in ONNX Runtime, "
-        r"(\S+) s in PyTorch, ratio (\S+)$", text, flags=re.M,
+        rf"^PyTorch on the same {_COMPARED} steps: losses within (\S+) of these; a step takes (\S+) s with ort_zero, "
+        r"(\S+) s without, ratio (\S+)$", text, flags=re.M,
     ).groups()  # fmt: skip
     assert 0 <= float(apart) < 5e-6
     assert float(ratio) == pytest.approx(float(ours) / float(theirs), rel=0.1)

@@ -16,9 +16,12 @@ from checkpoint_engines import Odd, differences, values_of
 from optimizer_kinds import COMPILED, OPTIMIZERS, WITHOUT_ZERO, Peculiar
 from resumed_engines import CHANGES, made, step
 
-from ort_zero.checkpoint import aggregate, convert, diff, verify
+from ort_zero.checkpoint import aggregate, convert, diff, save, verify, wait
 from ort_zero.cli.main import main
 from ort_zero.errors import CheckpointError
+from ort_zero.log import get_logger
+
+get_logger()  # the first call configures it, and pytest must add its handler after that
 
 STAGES = (0, 1, 2, 3)
 CONFIG = json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]})
@@ -479,6 +482,45 @@ def test_what_a_save_leaves_out_is_named_and_filled_from_a_model(tmp_path, capsy
     assert "a_part lacks frozen.bias, frozen.weight" in capsys.readouterr().err
     assert main(["aggregate", part, str(tmp_path / "filled"), "--base", "memory://model", "--overwrite"]) == 2
     assert "--base takes a local model" in capsys.readouterr().err
+
+
+def test_what_plain_deepspeed_leaves_out_is_filled_from_a_model(tmp_path, capsys):
+    engine = made()
+    step(engine, range(2))
+    engine.save_checkpoint(str(tmp_path / "whole"), tag="t")
+    type(engine).save_checkpoint.__wrapped__(engine, str(tmp_path / "part"), tag="t", exclude_frozen_parameters=True)
+    engine.destroy()
+    aggregate(str(tmp_path / "whole"), tmp_path / "model")
+    part, model, filled = (str(tmp_path / name) for name in ("part", "model", "filled"))
+    assert main(["aggregate", part, filled, "--base", model]) == 0
+    assert "frozen.bias, frozen.weight are from" in capsys.readouterr().out
+    assert diff(filled, model, progress=False).same
+    assert main(["aggregate", str(tmp_path / "whole"), filled, "--base", model, "--overwrite"]) == 2
+    assert "has every weight of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_masters_that_are_set_after_a_background_save_wait_for_its_copy(stage, tmp_path, monkeypatch):
+    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+    from ort_zero.checkpoint.saves import staging
+
+    copy = staging._copy
+    monkeypatch.setattr(staging, "_copy", lambda *tensors: (time.sleep(0.2), copy(*tensors)))
+    engine = made(stage=stage)
+    step(engine, range(2))
+    weight = engine.module.hidden.weight
+    own = safe_get_full_fp32_param(weight).clone()
+    average = torch.full_like(own, 7.0)
+    safe_set_full_fp32_param(weight, average)
+    save(engine, str(tmp_path), tag="t", async_save=True)
+    safe_set_full_fp32_param(weight, own)
+    wait(engine)
+    safe_set_full_fp32_param(weight, own)
+    engine.load_checkpoint(str(tmp_path), tag="t")
+    assert torch.equal(safe_get_full_fp32_param(weight), average)
+    assert "set_full_hp_param" not in vars(engine.optimizer)
+    engine.destroy()
 
 
 # ---- universal checkpoints -------------------------------------------------------------------------------------------

@@ -207,7 +207,10 @@ def _select(source: Source, choices: Choices, configs: Mapping[str, ConfigFile],
 
 
 def _filled(source: Source, base: str) -> Source:
-    """Return the checkpoint with the parameters that its save left out, from the local model `base`."""
+    """Return the checkpoint with the parameters that its save left out, from the local model `base`.
+
+    DeepSpeed's files do not name what a save left out: there these are all weights of `base` that the checkpoint lacks.
+    """
     if any(not isinstance(open_folder(place), LocalFolder) for place in (source.root, base)):
         raise CheckpointError(f"--base takes a local model for a local checkpoint, not {base} for {source.root}")
     model = open_safetensors(base)
@@ -216,15 +219,26 @@ def _filled(source: Source, base: str) -> Source:
     lacking = sorted(source.left_out - stored.keys())
     if lacking:
         raise CheckpointError(f"{base} lacks {shortened(lacking, MAX_NAMED)}, which {source.root} was saved without")
+    taken = sorted(source.left_out or stored.keys() - source.weights().keys() - source.aliases.keys())
+    if not taken:
+        raise CheckpointError(f"{source.root} has every weight of {base}: leave --base out")
     place = os.path.relpath(base if os.path.isdir(base) else os.path.dirname(base) or ".", source.root)
     more = [
         replace(
             stored[name], name=name, pieces=tuple(p._replace(file=f"{place}/{p.file}") for p in stored[name].pieces)
         )
-        for name in sorted(source.left_out)
+        for name in taken
     ]
     files = {f"{place}/{name}": replace(file, name=f"{place}/{name}") for name, file in model.files.items()}
-    return replace(source, tensors=(*source.tensors, *more), files={**source.files, **files}, left_out=frozenset())
+    notes = [note for note in source.notes if note not in source.remarks()]
+    notes += replace(source, left_out=frozenset()).remarks()
+    return replace(
+        source,
+        tensors=(*source.tensors, *more),
+        files={**source.files, **files},
+        left_out=frozenset(),
+        notes=(*notes, f"{shortened(taken, MAX_NAMED)} are from {base}"),
+    )
 
 
 def _refuse_part(selected: Selected, configs: Mapping[str, ConfigFile]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import xxhash
@@ -19,44 +20,58 @@ _STEP = 1 << 17
 """Number of elements that are cast at a time: they stay in the processor's cache."""
 
 
-def changed_weights(weights: Mapping[str, torch.Tensor], entries: Iterable[ShardEntry]) -> set[str]:
-    """Return the names of the masters among `entries` that, cast, are not the module's `weights`, bit by bit."""
-    names = set()
-    for entry in entries:
-        if entry.kind == MASTER and entry.name in weights:
-            live = weights[entry.name].narrow(0, entry.start, entry.tensor.numel())
-            if not all(map(_is_cast, entry.tensor.split(_STEP), live.split(_STEP))):
-                names.add(entry.name)
-    return names
+MasterDigests = Sequence[tuple[str, int, int, str]]
+"""Name, first element, number of elements and checksum of masters, cast to the dtype of the module's weights."""
 
 
-def _is_cast(masters: torch.Tensor, weights: torch.Tensor) -> bool:
-    cast, live = masters.to(weights.dtype).cpu(), weights.cpu()
-    if _digest(cast) == _digest(live):
-        return True
-    # any NaN counts as the same: DeepSpeed's vector code writes others than its scalar code
-    return _digest(cast.masked_fill(cast.isnan(), torch.nan)) == _digest(live.masked_fill(live.isnan(), torch.nan))
+def master_digests(weights: Mapping[str, torch.Tensor], entries: Iterable[ShardEntry]) -> MasterDigests:
+    """Return the digests of the masters among `entries`, cast to the dtypes of the module's `weights`."""
+    return [
+        (entry.name, entry.start, entry.tensor.numel(), _cast_digest(entry.tensor, weights[entry.name].dtype))
+        for entry in entries
+        if entry.kind == MASTER and entry.name in weights
+    ]
 
 
-def weights_unlike_masters(weights: Mapping[str, torch.Tensor], names: set[str], ranks: RankGroup) -> list[ShardEntry]:
+def weights_unlike_masters(
+    weights: Mapping[str, torch.Tensor], masters: MasterDigests, ranks: RankGroup
+) -> list[ShardEntry]:
     """Return on rank 0 its weights of the module that are not the masters, cast, with a warning. All ranks must call.
 
-    `weights` are all of the module, flattened; `names` are those that differ from masters of this rank.
+    As in DeepSpeed, the module of rank 0 is the one that is saved.
+
+    Args:
+        weights: all weights of the module, flattened.
+        masters: the digests of this rank's masters.
+        ranks: the group of all ranks.
     """
-    differing = set().union(*ranks.gather(names)) if weights else set()
-    if not differing:
-        return []
+    everyone = ranks.gather(masters) if weights else []
+    differing: set[str] = set()
     with ranks.raise_on_all("comparing the module's weights"):
-        mine = digests(weights.items())
-    differing |= unlike_first(ranks.gather(mine))  # weights that rank 0 alone has changed, as DeepSpeed saves them
-    chosen = [ShardEntry(name=n, kind=MODULE, start=0, tensor=w) for n, w in weights.items() if n in differing]
-    if ranks.rank:
-        return []
-    log.get_logger().warning(
-        "the module's weights of %s are not the masters, cast: the checkpoint stores both",
-        shortened([entry.name for entry in chosen], MAX_NAMED),
-    )
-    return chosen
+        for name, start, length, digest in itertools.chain(*everyone) if ranks.rank == 0 else ():
+            live = weights[name].narrow(0, start, length)
+            if name not in differing and _cast_digest(live, live.dtype) != digest:
+                differing.add(name)
+    if differing:
+        log.get_logger().warning(
+            "the module's weights of %s are not the masters, cast: the checkpoint stores both",
+            shortened([name for name in weights if name in differing], MAX_NAMED),
+        )
+    return [ShardEntry(name=n, kind=MODULE, start=0, tensor=w) for n, w in weights.items() if n in differing]
+
+
+def _cast_digest(values: torch.Tensor, dtype: torch.dtype) -> str:
+    """Return the checksum of flat values in another dtype; any NaN counts as the same.
+
+    DeepSpeed's vector code writes other NaN than its scalar code.
+    """
+    digest = xxhash.xxh3_64()
+    for part in values.detach().split(_STEP):
+        cast = part.to(dtype).cpu()
+        missing = cast.isnan()
+        cast = cast.masked_fill(missing, torch.nan) if missing.any() else cast
+        digest.update(cast.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, str]]:

@@ -29,8 +29,8 @@ from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, write_checkpoin
 from ort_zero.checkpoint.saves.differing_values import (
     Digests,
     buffers_unlike_first,
-    changed_weights,
     digests,
+    master_digests,
     weights_unlike_masters,
 )
 from ort_zero.checkpoint.saves.staging import Staging
@@ -72,8 +72,8 @@ class _BackgroundSave(threading.Thread):
         super().__init__(name=f"ort_zero save {job.tag}", daemon=False)
         self._job, self._ranks, self._finish_copy = job, ranks, finish_copy
         self.copied = threading.Event()
-        self.step_hook: Any = None
-        """The hook by which the optimizer's step waits for :attr:`copied`; None if steps cannot wait."""
+        self.end_of_waits: Callable[[], None] = lambda: None
+        """Ends that changes of masters and moments wait for :attr:`copied`."""
         self.error: BaseException | None = None
         self._finished = threading.Event()
 
@@ -176,9 +176,9 @@ def _save(
         model = capture.describe(state, exclude_frozen)
         differing = buffers_unlike_first(everyone, ranks.rank)
         shard = capture.shard_of(state, ranks.rank, ranks.size, client_state, exclude_frozen, differing)
-        names = changed_weights(state.module_weights(), shard.weights)
+        masters = master_digests(state.module_weights(), shard.weights)
     # now, also for a background save: the program may put the old weights back at once
-    shard.weights.extend(weights_unlike_masters(state.module_weights(), names, ranks))
+    shard.weights.extend(weights_unlike_masters(state.module_weights(), masters, ranks))
     finish_copy = None
     if async_save:
         with ranks.raise_on_all("preparing the checkpoint"):
@@ -199,7 +199,7 @@ def _save(
     if finish_copy is not None:
         thread = _BackgroundSave(job, ranks, finish_copy)
         if state.steps_can_wait():
-            thread.step_hook = state.before_steps(thread.copied.wait)
+            thread.end_of_waits = state.before_changes(thread.copied.wait)
         _pending[engine] = thread
         _running.append(thread)
         thread.start()
@@ -228,8 +228,7 @@ def wait(engine: Any) -> None:
     thread = _pending.pop(engine, None)
     if thread is not None:
         thread.wait()
-        if thread.step_hook is not None:
-            thread.step_hook.remove()
+        thread.end_of_waits()
         if thread.error is not None:
             _unreported.discard(thread)
             raise thread.error

@@ -52,6 +52,7 @@ def test_losses_and_gradients_are_those_of_plain_deepspeed(name, stage):
         assert status["zero_stage"] == stage
         units = len(status["units"])
         assert units >= 2
-        assert dict(status["graph_runs"]) == {
-            d: n * units for d, n in (("forward", STEPS), ("backward", STEPS), ("inference", 1))
-        }
+        # an evaluation of a decoder carries a cache of keys and values: its layers run in PyTorch, the head does not
+        evaluated = 1 if name.startswith(("gpt2", "llama")) else units
+        runs = {"forward": STEPS * units, "backward": STEPS * units, "inference": evaluated}
+        assert dict(status["graph_runs"]) == runs
