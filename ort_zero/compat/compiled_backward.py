@@ -7,6 +7,7 @@ gets zeros for gradients that are missing, unless its forward says otherwise. A 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -15,13 +16,22 @@ import torch
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 _PREPARED = "_ort_zero_prepared"
+_BEFORE = "_ort_zero_before"
 Backward = Callable[[list[Any]], Sequence[Any]]
+
+
+class _Running(threading.local):
+    before: Callable[[], None] | None = None
+
+
+running = _Running()
+"""What the backwards of the graphs that run in this thread call first."""
 
 
 def prepare_backward(results: Iterable[Any]) -> bool:
     """Have the backward of the graph that made `results` take missing gradients, and gradients in batches.
 
-    Returns True if a graph with a backward made a result, or the base of a result that is a view.
+    It calls ``running.before`` first. Returns True if a graph with a backward made a result, or the base of a view.
     """
     for result in results:
         node = result.grad_fn if isinstance(result, torch.Tensor) else None
@@ -29,6 +39,7 @@ def prepare_backward(results: Iterable[Any]) -> bool:
             if each is not None and each.name().startswith("CompiledFunction") and hasattr(each, "_forward_cls"):
                 each.set_materialize_grads(False)
                 _prepare(each._forward_cls)
+                setattr(each, _BEFORE, running.before)
                 return True
     return False
 
@@ -44,6 +55,9 @@ def _prepare(function: Any) -> None:
         return forward(ctx, *arguments)
 
     def as_in_pytorch(ctx: Any, *gradients: Any) -> Any:
+        before = getattr(ctx, _BEFORE, None)
+        if before is not None:
+            before()
         boxed = bool(gradients) and isinstance(gradients[0], list)  # from torch 2.12 on, in a list to be emptied
         values = list(gradients[0]) if boxed else list(gradients)
 

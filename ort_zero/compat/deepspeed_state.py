@@ -68,7 +68,7 @@ _SETTERS = ("set_full_hp_param", "set_local_hp_param", "refresh_fp32_params", "l
 
 def _call_before(owner: Any, name: str, action: Callable[[], Any]) -> Callable[[], None]:
     """Have a method of one object call `action` first; return a function that puts the method back."""
-    original, was_own = getattr(owner, name), name in vars(owner)
+    original, is_on_instance = getattr(owner, name), name in vars(owner)
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def _call_before(owner: Any, name: str, action: Callable[[], Any]) -> Callable[[
         return original(*args, **kwargs)
 
     setattr(owner, name, method)
-    return lambda: setattr(owner, name, original) if was_own else delattr(owner, name)
+    return lambda: setattr(owner, name, original) if is_on_instance else delattr(owner, name)
 
 
 class EngineState:

@@ -17,8 +17,10 @@ from typing import Any
 
 from torch import nn
 
+from ort_zero.compat import deepspeed_hooks
 from ort_zero.compat.deepspeed import parameter_offload_of
 from ort_zero.compat.deepspeed_parameters import elements_of, full_size
+from ort_zero.compat.torch_modules import parameters_of
 from ort_zero.utils.patching import Patch, defined_in
 
 _UNIT = "_ort_zero_unit"
@@ -82,6 +84,19 @@ def _largest_module(model: nn.Module) -> int:
 def is_unit(module: nn.Module) -> bool:
     """Return True if :func:`gather_together` has DeepSpeed gather all parameters below a module at once."""
     return getattr(module, _UNIT, False)
+
+
+def make_whole(unit: nn.Module) -> bool:
+    """Gather the weights of a unit whose backward begins, if DeepSpeed has not; return whether that was needed.
+
+    DeepSpeed gathers before the gradient of a module's result is used. A result that leaves a unit by an argument, a
+    global or an attribute is none that DeepSpeed sees.
+    """
+    if all(parameter.numel() == full_size(parameter) for parameter in parameters_of(unit)):
+        return False
+    deepspeed_hooks.count_use(unit)
+    getattr(unit, deepspeed_hooks.BEFORE_BACKWARD).run(unit)
+    return True
 
 
 def hand_gradients_on(root: nn.Module) -> None:

@@ -29,7 +29,7 @@ from torch._functorch import partitioners
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -293,7 +293,7 @@ def is_taken_apart(arguments: Iterable[Any]) -> bool:
     """Return True where torch does not just compute with real tensors, so that a call must run the user's own code.
 
     Torch then traces, exports, compiles, batches or differentiates forward. Or a dispatch mode sees each operator,
-    hooks on all modules of the process see each module, or tensors have no values.
+    hooks on all modules of the process see each module, or tensors have no values or a class of their own.
 
     Args:
         arguments: the arguments of the call.
@@ -307,17 +307,17 @@ def is_taken_apart(arguments: Iterable[Any]) -> bool:
         or torch._C._get_tracing_state() is not None
         or fx_tracing._is_fx_tracing_flag
         or modules._has_any_global_hook()
-        or any(map(_is_without_values, arguments))
+        or any(map(_is_special, arguments))
     )
 
 
-def _is_without_values(argument: Any) -> bool:
-    """Return True for tensors without values, of the device "meta" or fake, and for containers of such."""
+def _is_special(argument: Any) -> bool:
+    """Return True for tensors of the device "meta" and of classes of their own, as fake ones, and for containers."""
     if isinstance(argument, torch.Tensor):
-        return argument.is_meta or isinstance(argument, FakeTensor)
+        return argument.is_meta or type(argument) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     if isinstance(argument, (list, tuple)):
-        return any(map(_is_without_values, argument))
-    return isinstance(argument, dict) and any(map(_is_without_values, argument.values()))
+        return any(map(_is_special, argument))
+    return isinstance(argument, dict) and any(map(_is_special, argument.values()))
 
 
 def called_module(depth: int) -> Any:

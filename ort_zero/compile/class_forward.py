@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import time
 import types
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from ort_zero import log
-from ort_zero.compat import torch_compile
+from ort_zero.compat import compiled_backward, deepspeed_units, torch_compile
 from ort_zero.compat.torch_compile import tree_leaves
 from ort_zero.compat.torch_modules import modules_of
 
@@ -88,6 +89,8 @@ class ClassForward:
         self._seconds = 0.0
         """Seconds in PyTorch of calls without gradients."""
         self._was_told = False
+        self.must_stay_compiled = False
+        """Whether a result has left a unit by other ways than its return, where only a graph's backward finds it."""
         self.has_run = False
         """Whether the compiled forward has run, with or without a graph."""
 
@@ -103,11 +106,20 @@ class ClassForward:
             self._seconds += self._clock() - begin
             return results
         made = torch_compile.conversions()
-        results = self.compiled(unit, *args, **kwargs)
+        if deepspeed_units.is_unit(unit):
+            compiled_backward.running.before = functools.partial(self._before_backward, unit)
+        try:
+            results = self.compiled(unit, *args, **kwargs)
+        finally:
+            compiled_backward.running.before = None
         self.has_run = True
         if torch_compile.conversions() != made:
             self.code.watch(unit)
         return results
+
+    def _before_backward(self, unit: nn.Module) -> None:
+        if deepspeed_units.make_whole(unit):
+            self.must_stay_compiled = True
 
     def _stays_in_torch(self, args: Any, kwargs: Any) -> bool:
         """Return True for a call without gradients that is not worth a graph: generation, or a short evaluation.

@@ -232,8 +232,8 @@ def _with_gradients_of_pytorch(compiled: Compiled) -> Compiled:
     def run(*arguments: Any) -> Any:
         nonlocal is_prepared
         results = compiled(*arguments)
-        if not is_prepared and torch.is_grad_enabled():
-            is_prepared = compiled_backward.prepare_backward(results)
+        if (not is_prepared or compiled_backward.running.before is not None) and torch.is_grad_enabled():
+            is_prepared = compiled_backward.prepare_backward(results) or is_prepared
         return results
 
     return run

@@ -53,7 +53,8 @@ class Call:
         """Watch the backward of the results, if one graph has made all results that need gradients."""
         made = _with_gradients(results)
         nodes: set[Any] = {leaf.grad_fn for leaf in made}
-        if len(nodes) == 1 and (node := nodes.pop()).name().startswith("CompiledFunction"):
+        node = nodes.pop() if len(nodes) == 1 else None
+        if node is not None and node.name().startswith("CompiledFunction"):  # a result may be a leaf
             self._outputs = [leaf.output_nr for leaf in made]
             self._edges = node.next_functions
             node.register_hook(self._after_backward)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ort_zero.compat.deepspeed_parameters import full_size
 from ort_zero.compat.torch_compile import called_module, in_backward, is_dynamos, is_taken_apart, saves_plainly
@@ -63,6 +64,8 @@ class UnitForward:
         self.differentiated = differentiated
         self.trial_of = trial_of
         self.calls = 0
+        self._may_be_lazy = True
+        """Whether the next call may give parameters their shapes and first values."""
         self.is_suspended = False
         """Whether PyTorch runs the unit for now."""
         self.is_timed = False
@@ -80,7 +83,9 @@ class UnitForward:
         if module is not None and module is not self.unit and vars(module).get(_NAME) is self:
             del vars(module)[_NAME]
             return self._run_plainly(module, args, kwargs)
-        if self.compiled is None or self.is_suspended:
+        if self._may_be_lazy:
+            self._may_be_lazy = any(map(is_lazy, parameters_of(self.unit)))
+        if self.compiled is None or self.is_suspended or self._may_be_lazy:
             return self._run_plainly(self.unit, args, kwargs)
         if not isinstance(self.original, _OwnForward) and type(self.unit).forward is not self.original:
             self.original = type(self.unit).forward
@@ -123,6 +128,9 @@ class UnitForward:
 
     def _trial(self, inputs: Any) -> UnitTrial | None:
         """Return the trial that a call belongs to, or None; leave the unit to PyTorch where that is faster."""
+        if getattr(self.compiled, "must_stay_compiled", False):
+            self.is_settled = True
+            return None
         if self.calls in _ASKED and self.is_slower():
             self.compiled = None
             return None

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ort_zero.compat.deepspeed_parameters import elements_of, full_shape
 from ort_zero.compat.torch_modules import modules_of, named_modules_of
@@ -89,7 +90,7 @@ def multiplies(module: nn.Module, below: bool = True) -> bool:
         for each in (modules_of(module) if below else (module,))
         if not isinstance(each, (nn.Embedding, nn.EmbeddingBag))
         for parameter in each._parameters.values()
-        if parameter is not None
+        if parameter is not None and not is_lazy(parameter)
     )
 
 

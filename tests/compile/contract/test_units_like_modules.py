@@ -419,6 +419,65 @@ def test_unwrap_gives_every_unit_its_forward_back():
     assert backwards(ours) == 3
 
 
+class Skipping(Block):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.mode = nn.Parameter(torch.ones(4, WIDTH)), "run"
+
+    def forward(self, x):
+        if self.mode == "skip":
+            return x
+        return self.scale if self.mode == "own" else super().forward(x) * self.scale
+
+
+def test_results_that_are_leaves_lead_to_their_gradients():
+    for mode in ("run", "skip", "own", "run"):
+        gradients = []
+        for model in pair(lambda: nn.Sequential(Skipping(), Skipping())):
+            model[0].mode = mode
+            x = batch().requires_grad_()
+            model(x).square().sum().backward()
+            gradients.append([each.grad for each in (x, *model.parameters())])
+        assert [each is None for each in gradients[0]] == [each is None for each in gradients[1]]
+        assert_close(*([each for each in of if each is not None] for of in gradients))
+
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.LazyLinear(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+def test_a_model_with_lazy_modules_is_wrapped():
+    results = []
+    for is_wrapped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Lazy(), Lazy())
+        model = wrapped(model) if is_wrapped else model
+        torch.manual_seed(1)
+        for _ in range(2):
+            y = model(batch())
+        y.sum().backward()
+        results.append([y.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert_close(results[1], results[0])
+
+
+class Tagged(torch.Tensor):
+    """A tensor of a class of its own, as libraries of images have."""
+
+
+def test_a_tensor_of_a_class_of_its_own_stays_one():
+    plain, ours = pair(blocks)
+    for _ in range(3):
+        ours(batch()).sum().backward()
+        results = [model(batch().as_subclass(Tagged)) for model in (plain, ours)]
+        assert type(results[0]) is type(results[1])
+        assert_close(results[1].as_subclass(torch.Tensor), results[0].as_subclass(torch.Tensor))
+
+
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 

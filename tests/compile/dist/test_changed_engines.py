@@ -129,6 +129,55 @@ def records(kind: Callable[..., Any], is_same: bool, stage: int, run: Run) -> No
     run.train(lambda engine, step: engine(_batch(step)).features.square().mean(), 4)
 
 
+kept: list[torch.Tensor] = []
+"""What units leave for others."""
+
+
+class Leaving(nn.Module):
+    """A block whose result leaves by an argument, an attribute or a global, and not by its return."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.linear, self.way = nn.Linear(WIDTH, WIDTH), way
+
+    def forward(self, held):
+        x = held["x"] if isinstance(held, dict) else held.x
+        x = x + torch.tanh(self.linear(x))
+        if self.way == "attribute of itself":
+            self.result = x
+            return x.detach()
+        if self.way == "global":
+            kept.append(x)
+        elif isinstance(held, dict):
+            held["x"] = x
+        else:
+            held.x = x
+        return None
+
+
+class Left(nn.Module):
+    def __init__(self, way: str):
+        super().__init__()
+        self.layers, self.way = nn.ModuleList(Leaving(way) for _ in range(3)), way
+
+    def forward(self, x):
+        held = {"x": x} if self.way == "dict" else SimpleNamespace(x=x)
+        for layer in self.layers:
+            layer(held)
+            if self.way == "global":
+                held.x = kept.pop()
+            elif self.way == "attribute of itself":
+                held.x = layer.result
+        return held["x"] if self.way == "dict" else held.x
+
+
+def left_elsewhere(way: str, stage: int, run: Run) -> None:
+    """Train blocks whose results DeepSpeed cannot see."""
+    torch.manual_seed(0)
+    run.start(Left(way), stage=stage)
+    run.train(_loss, 4)
+
+
 class Cache:
     def __init__(self):
         self.states: list[torch.Tensor] = []
@@ -198,6 +247,8 @@ def scenarios(stage: int) -> dict[str, Callable[[Run], None]]:
     if stage == 2:  # plain ZeRO-3 cannot look into slots
         found["records: Slotted"] = lambda run: records(Slotted, False, stage, run)
     found["records: the object that came in"] = lambda run: records(SimpleNamespace, True, stage, run)
+    for way in ("dict", "object", "global", "attribute of itself"):
+        found[f"left in: {way}"] = lambda run, way=way: left_elsewhere(way, stage, run)
     found["generation"] = lambda run: generation(stage, run)
     return found
 
