@@ -178,7 +178,11 @@ class EngineState:
         They change in each step of the torch optimizer, and where a program sets them, as by DeepSpeed's
         ``safe_set_full_fp32_param``.
         """
-        ends = [self.base_optimizer().register_step_pre_hook(lambda *_: action()).remove]
+
+        def before_step(*_: Any) -> None:  # torch takes what a hook returns for other arguments of the step
+            action()
+
+        ends = [self.base_optimizer().register_step_pre_hook(before_step).remove]
         for owner in (self.optimizer, *self.parameters.values()):
             ends += [_call_before(owner, name, action) for name in _SETTERS if hasattr(owner, name)]
 

@@ -22,7 +22,7 @@ def kill_rounds(how: str, count: int, folder: Path, seed: int, timeout: float) -
         capture_output=True,
         text=True,
         timeout=timeout,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"},
     )
     outputs = "\n".join(f"{p}:\n{p.read_text()[-2000:]}" for p in sorted(folder.glob("round_*/output_*")))
     assert done.returncode == 0, f"{done.stderr[-3000:]}\n{outputs}"

@@ -22,7 +22,7 @@ KILLS = {"save": 200, "aggregate": 100, "aggregate_all": 100, "convert": 100}
 
 def kill(kind: str, ranks: int, count: int, folder: Path, seed: int, timeout: float = 900) -> dict[str, Any]:
     """Return the report of a run of ``kill_at_operations.py``."""
-    paths = os.pathsep.join(str(path) for path in (ROOT, ROOT / "tests/unit", ROOT / "tests/dist"))
+    paths = os.pathsep.join(str(path) for path in (ROOT, ROOT / "tests", ROOT / "tests/unit", ROOT / "tests/dist"))
     program = Path(__file__).with_name("kill_at_operations.py")
     done = subprocess.run(
         [sys.executable, program, kind, str(ranks), str(count), folder, str(seed)],
