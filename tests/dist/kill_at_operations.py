@@ -70,6 +70,7 @@ class Save:
             dtype="F32",
             aliases={},
             frozen=[],
+            left_out=[],
             optimizer_class="SGD",
             groups=[ParamGroup(names=_NAMES, options={"lr": 0.1})],
             step=number,
