@@ -56,6 +56,7 @@ def write(
         dtype="F32",
         aliases={"head.weight": "emb.weight"},
         frozen=[name for kind, name in tensors if kind == WEIGHT],
+        left_out=[],
         optimizer_class="AdamW",
         groups=[ParamGroup(names=trained, options={"lr": 0.01})],
         step=7,
