@@ -67,7 +67,7 @@ def write(path: Path) -> Path:
     for rank in range(RANKS):
         shard = shard_of(rank)
         model = Model(
-            shapes=SHAPES, dtype="F32", aliases={}, frozen=["none"], optimizer_class="AdamW", groups=[], step=3,
+            shapes=SHAPES, dtype="F32", aliases={}, left_out=[], frozen=["none"], optimizer_class="AdamW", groups=[], step=3,
             zero_stage=3,
         )  # fmt: skip
         job = SaveJob(
