@@ -73,7 +73,7 @@ class _BackgroundSave(threading.Thread):
         self._job, self._ranks, self._finish_copy = job, ranks, finish_copy
         self.copied = threading.Event()
         self.end_of_waits: Callable[[], None] = lambda: None
-        """Ends that changes of masters and moments wait for :attr:`copied`."""
+        """Removes the hooks by which changes of masters and moments wait for :attr:`copied`."""
         self.error: BaseException | None = None
         self._finished = threading.Event()
 
