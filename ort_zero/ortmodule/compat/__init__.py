@@ -1,1 +1,0 @@
-"""Adapt to versions of onnxruntime-training and of torch's TorchScript exporter."""

@@ -1,1 +1,0 @@
-"""Reads and changes ONNX graphs; knows nothing of ZeRO, recomputation or statistics."""

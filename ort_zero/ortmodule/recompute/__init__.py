@@ -1,1 +1,0 @@
-"""Finds which activations to compute again in the backward so that a step fits a memory budget."""

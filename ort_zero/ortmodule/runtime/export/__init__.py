@@ -1,1 +1,0 @@
-"""Traces the user's module and exports it to ONNX."""

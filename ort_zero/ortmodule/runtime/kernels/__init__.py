@@ -1,1 +1,0 @@
-"""Chooses the faster kernel for each node of a built gradient graph."""

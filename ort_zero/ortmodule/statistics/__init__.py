@@ -1,1 +1,0 @@
-"""Show values of a graph to the subscribers of a model."""

@@ -1,1 +1,0 @@
-"""Help the tests and benchmarks of this engine."""

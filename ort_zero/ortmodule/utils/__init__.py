@@ -1,1 +1,0 @@
-"""Help with Python objects, frames and containers in a trace."""
