@@ -13,53 +13,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ort_zero.errors import ConfigError
 
 SECTION = "ort_zero"
-_SHARED = ("exclude", "fallback", "log_level", "save_onnx")
-"""Options of both engines; the section has them, and for older configs also its part ``ortmodule``."""
+_REMOVED = {
+    "ortmodule": '"enabled": false in it is "backend": "torch" now; "exclude", "fallback", "log_level" and "save_onnx" '
+    "stand in the section itself",
+    "memory_efficient_gradients": "gradients of a unit leave as soon as its backward ends; remove the key",
+    "memory.level": "the variable ORTMODULE_MEMORY_OPT_LEVEL of onnxruntime-training sets its level; remove the key",
+    "memory.checkpointing": "checkpointed blocks are computed again as in PyTorch; remove the key",
+}
+"""Keys that the section no longer has, by their dotted paths, and what to write in their place."""
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class OrtModuleConfig(_Strict):
-    """The section ``ort_zero.ortmodule``: how ONNX Runtime runs the model."""
-
-    enabled: bool = True
-    """Run the model in ONNX Runtime; False keeps PyTorch execution."""
-    fallback: Literal["raise", "warn"] = "raise"
-    """Action after a failed export: raise an error, or warn once on rank 0 and train in PyTorch."""
-    split: Literal["auto", "off"] = "auto"
-    """With "auto", PyTorch runs a forward that cannot be exported, and each of its submodules gets a graph.
-    With "off", or with ``fallback`` "warn", such a forward is a failed export."""
-    exclude: list[str] = Field(default_factory=list)
-    """Glob patterns of module paths that stay in PyTorch."""
-    log_level: str = "INFO"
-    """DEBUG, VERBOSE, DEVINFO, INFO, WARNING or ERROR."""
-    graph_cache_size: int = Field(default=8, ge=1)
-    """Maximum number of graphs in memory for each mode, training and inference."""
-    cache_dir: str | None = "auto"
-    """Folder of the export cache; "auto" is the user's cache folder if it is safe, None keeps no cache across runs."""
-    cache_key: str | None = None
-    """Text that the user adds to the export cache's key, for changes that the cache cannot detect."""
-    ort_kernels: list[str] = Field(default_factory=list)
-    """Glob patterns of replaced kernels (``status()`` names them) for which ONNX Runtime's own stay; "*" for all."""
-    fuse_loss: Literal["auto", "on", "off"] = "auto"
-    """Whether a language-model head and its cross entropy become one node. The node computes only rows with a label and
-    never stores all logits. "auto" means "on" for 4,096 classes or more."""
-    drop_padding: bool = False
-    """Whether graphs with gradients on the CPU skip tokens that an attention mask hides, between embedding and results.
-    The model's results for these tokens then have no meaning."""
-    save_onnx: str | None = None
-    """Folder into which rank 0 writes the graphs as ONNX files; None writes none."""
-
-    @field_validator("log_level")
-    @classmethod
-    def _check_log_level(cls, value: str) -> str:
-        from ort_zero.log import level_names
-
-        if value.upper() not in level_names():
-            raise ValueError(f"must be one of {', '.join(level_names())}")
-        return value.upper()
 
 
 class CompileConfig(_Strict):
@@ -132,118 +97,71 @@ class MemoryConfig(_Strict):
     recompute: str | list[str] = "off"
     """off, all or auto; ORTModule also takes a plan ("FastGelu+:1:12,..." or a list of such items), or its path."""
     budget: str | int | None = None
-    """For "auto": "6GiB", or "65%" of the memory without recomputation. With the compile backend, of what a forward of
-    the compiled units keeps for the backward; with ORTModule, of a running training graph."""
-    level: Literal[0, 1, 2] | None = None
-    """0: any sub-graph; 1: within transformer layers; 2: as 1, with ORT's "compromise". None: 1 for "all", else 0."""
-    checkpointing: Literal["refuse", "recompute"] = "refuse"
-    """Treatment of a model with torch's activation checkpointing: refuse the model, or let ONNX Runtime compute the
-    checkpointed blocks again in the backward."""
-
-    @model_validator(mode="after")
-    def _refuse_two_choices(self) -> MemoryConfig:
-        if self.checkpointing == "recompute" and (self.recompute != "off" or self.budget is not None):
-            choice = {"recompute": self.recompute} if self.recompute != "off" else {"budget": self.budget}
-            setting = json.dumps(choice)[1:-1]
-            raise ValueError(
-                f'"checkpointing": "recompute" computes again the blocks that the model checkpoints, and {setting} '
-                'makes another choice: drop "recompute" and "budget", or drop "checkpointing" and switch '
-                "checkpointing off in the model"
-            )
-        return self
+    """For "auto": "6GiB", or "65%" of what forwards keep for backwards without recomputation."""
 
 
 class Config(_Strict):
     """The whole ``"ort_zero"`` section."""
 
     enabled: bool = True
-    backend: Literal["auto", "compile", "ortmodule"] = "auto"
-    """The engine: torch.compile with today's onnxruntime, or ORTModule of onnxruntime-training. "auto" is "compile",
-    unless the variable ORT_ZERO_BACKEND is "ortmodule"."""
-    fallback: Literal["raise", "warn"] | None = None
-    """Action after a failed export or compilation. None: ORTModule raises; a unit that cannot be compiled runs in
-    PyTorch, with a warning."""
+    backend: Literal["auto", "compile", "ortmodule", "torch"] = "auto"
+    """The engine that runs units: "compile" in today's onnxruntime, "ortmodule" in onnxruntime-training. With "torch"
+    PyTorch runs the model. "auto" is "compile", unless the variable ORT_ZERO_BACKEND is "ortmodule"."""
+    fallback: Literal["raise", "warn"] = "warn"
+    """Action where a unit cannot be compiled: raise an error, or warn once and run the unit in PyTorch."""
     exclude: list[str] = Field(default_factory=list)
     """Glob patterns of module paths that stay in PyTorch."""
     log_level: str = "INFO"
     """DEBUG, VERBOSE, DEVINFO, INFO, WARNING or ERROR."""
     save_onnx: str | None = None
     """Folder into which rank 0 writes the graphs as ONNX files; None writes none."""
-    ortmodule: OrtModuleConfig = Field(default_factory=OrtModuleConfig)
     compile: CompileConfig = Field(default_factory=CompileConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     statistics: StatisticsConfig = Field(default_factory=StatisticsConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
-    memory_efficient_gradients: bool = False
-    """Give each gradient to its parameter as soon as the graph has computed it, as ZeRO-3 always does."""
 
-    @model_validator(mode="before")
+    @field_validator("log_level")
     @classmethod
-    def _share(cls, section: Any) -> Any:
-        """Give the options of both engines one value, whether they stand in the section or below ``ortmodule``."""
-        inner = section.get("ortmodule", {}) if isinstance(section, dict) else None
-        if not isinstance(inner, dict):
-            return section
-        outer = {key: section[key] for key in _SHARED if key in section}
-        for key in _SHARED:
-            if key in outer and key in inner and outer[key] != inner[key]:
-                raise ValueError(
-                    f'"{key}" is {outer[key]!r} in the section and {inner[key]!r} below "ortmodule"; keep one of them'
-                )
-        shared = {key: inner[key] for key in _SHARED if key in inner} | outer
-        explicit = {key: value for key, value in outer.items() if value is not None}
-        return {**section, **shared, "ortmodule": {**inner, **explicit}} if shared else section
+    def _check_log_level(cls, value: str) -> str:
+        from ort_zero.log import level_names
+
+        if value.upper() not in level_names():
+            raise ValueError(f"must be one of {', '.join(level_names())}")
+        return value.upper()
 
     def engine(self) -> str:
-        """Return the engine that runs models: "compile" or "ortmodule".
+        """Return what runs the model: "compile", "ortmodule" or "torch".
 
         Raises:
-            ConfigError: the section has keys of the other engine.
+            ConfigError: the section has keys that this engine does not have.
         """
         from ort_zero.compat import versions
 
         engine = versions.engine() if self.backend == "auto" else self.backend
-        chosen = f'the backend is "{engine}"'
-        if engine == "compile":
-            foreign = sorted(self.ortmodule.model_fields_set - {*_SHARED, "enabled"})
-            if foreign:
-                raise ConfigError(
-                    f'{SECTION}.ortmodule.{foreign[0]}: a key of ORTModule, and {chosen}; remove it, or set "backend": '
-                    '"ortmodule"'
-                )
-            self._refuse_memory_of_ortmodule(chosen)
-        elif self.compile.model_fields_set:
+        if engine != "compile" and self.compile.model_fields_set:
             key = sorted(self.compile.model_fields_set)[0]
             raise ConfigError(
-                f'{SECTION}.compile.{key}: a key of the compile backend, and the backend is "ortmodule"; remove it, or '
+                f'{SECTION}.compile.{key}: a key of the compile backend, and the backend is "{engine}"; remove it, or '
                 'set "backend": "compile"'
             )
-        return engine
-
-    def _refuse_memory_of_ortmodule(self, chosen: str) -> None:
         memory = self.memory
-        foreign = sorted(memory.model_fields_set & {"checkpointing", "level"})
-        if foreign or memory.recompute not in ("off", "auto", "all"):
+        if engine == "torch" and memory.recompute != "off":
             raise ConfigError(
-                f"{SECTION}.memory.{foreign[0] if foreign else 'recompute'}: belongs to ORTModule, and {chosen}; use "
-                '"recompute": "auto" with a "budget", "recompute": "all", gradient_checkpointing=True or '
-                'torch.utils.checkpoint, or set "backend": "ortmodule"'
+                f'{SECTION}.memory.recompute: {memory.recompute!r} needs ONNX Runtime, and the backend is "torch"; in '
+                "PyTorch use torch.utils.checkpoint"
+            )
+        if engine == "compile" and memory.recompute not in ("off", "auto", "all"):
+            raise ConfigError(
+                f"{SECTION}.memory.recompute: a plan belongs to onnxruntime-training, and the backend is "
+                '"compile"; use "auto" with a "budget", or "all", or set "backend": "ortmodule"'
             )
         if (memory.recompute == "auto") != (memory.budget is not None):
             raise ConfigError(
                 f'{SECTION}.memory: "recompute": "auto" and a "budget" such as "60%" or "2GiB" belong together, and '
                 f'"recompute" is {memory.recompute!r}, "budget" {memory.budget!r}'
             )
-
-    @model_validator(mode="after")
-    def _require_ortmodule_for_recompute(self) -> Config:
-        if self.memory.recompute != "off" and not self.ortmodule.enabled:
-            raise ValueError(
-                f'"memory.recompute" {self.memory.recompute!r} needs "ortmodule": {{"enabled": true}}; in PyTorch use '
-                "torch.utils.checkpoint"
-            )
-        return self
+        return engine
 
 
 def parse(section: Any) -> Config:
@@ -310,8 +228,8 @@ def read_section(path: Path) -> Config:
         raise ConfigError(f"{path}: {error}") from None
     if section is None:
         raise ConfigError(f'{path} has no enabled section "{SECTION}": add "ort_zero": {{}} to it')
-    if not section.ortmodule.enabled:
-        raise ConfigError(f'{path} has "ortmodule": {{"enabled": false}}: memory is planned for ONNX Runtime')
+    if section.engine() == "torch":
+        raise ConfigError(f'{path} has "backend": "torch": memory is planned for ONNX Runtime')
     return section
 
 
@@ -322,6 +240,9 @@ def _explain_all(errors: list[Any]) -> list[str]:
     for error in errors:
         where = [str(part) for part in error["loc"]]
         if error["type"] == "extra_forbidden":
+            if (path := ".".join(where)) in _REMOVED:
+                lines.append(f"{SECTION}.{path}: there is no such key any more: {_REMOVED[path]}")
+                continue
             valid = _field_names(where[:-1])
             near = difflib.get_close_matches(where[-1], valid, n=1, cutoff=0.5)
             hint = f'did you mean "{near[0]}"?' if near else f"valid keys: {', '.join(valid)}"

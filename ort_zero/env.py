@@ -80,14 +80,6 @@ def can_write(folder: Path) -> bool:
     return False
 
 
-def export_cache_dir() -> Path | None:
-    """Return the folder for graphs if the section names none; None to store no graphs."""
-    if os.environ.get("ORT_ZERO_EXPORT_CACHE", "").strip().lower() in _FALSE:
-        return None
-    folder = user_cache_dir()
-    return folder / "graphs" if folder is not None and can_write(folder) else None
-
-
 def memory_trial_file() -> Path | None:
     """Return the file with the request of ``ort-zero memory plan`` to this process; None without a request."""
     name = os.environ.get(MEMORY_TRIAL)

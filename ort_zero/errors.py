@@ -29,35 +29,7 @@ class BuildError(OrtZeroError):
 
 
 class ExportError(OrtZeroError):
-    """A module could not be exported to ONNX, or its graph could not be built.
-
-    Attributes:
-        concerns_parts: True if separate graphs for the submodules would not solve the problem.
-        can_be_excluded: True if the submodule that failed may run in PyTorch as a whole.
-    """
-
-    concerns_parts: bool = False
-    can_be_excluded: bool = False
-
-
-class DeviceError(ExportError):
-    """An argument is on another device than the module."""
-
-
-class LayoutError(ExportError, TypeError):
-    """An argument is a nested, sparse or quantized tensor, which no graph accepts; submodules may get dense ones."""
-
-
-class UnsupportedTypeError(ExportError):
-    """An argument or a result has a type that ``ORTMODULE_FALLBACK_POLICY`` does not allow."""
-
-
-class GraphEditError(OrtZeroError):
-    """A gradient graph could not be rewritten for ZeRO-3's gathers and reduces, or for padding."""
-
-
-BridgeError = GraphEditError
-"""The earlier name of :class:`GraphEditError`."""
+    """A module could not be exported to ONNX, or its graph could not be built."""
 
 
 class RankError(OrtZeroError):

@@ -1,6 +1,6 @@
-"""Set one level for the loggers of ort_zero and ORTModule, ONNX Runtime's native log and the exporter's output.
+"""Set one level for the loggers of ort_zero and ORTModule, and for ONNX Runtime's native log.
 
-:data:`LEVELS` is the only table of these four levels. Below INFO every rank prints, from INFO on only rank 0. Errors
+:data:`LEVELS` is the only table of these levels. Below INFO every rank prints, from INFO on only rank 0. Errors
 are printed on every rank. A problem that matters to all ranks is raised as an error, not logged as a warning.
 
 Only the logger ``ort_zero`` is configured. If the user has added handlers to it before, its handlers, level and
@@ -14,7 +14,7 @@ import os
 import sys
 import weakref
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ort_zero import env
 from ort_zero.errors import ConfigError
@@ -37,16 +37,14 @@ class Level:
     """Name of ORTModule's level, which sets its Python logger."""
     backend: int
     """Severity from which ONNX Runtime's native log prints: 0 verbose, 1 info, 2 warning, 3 error."""
-    exporter: Literal["held", "untouched", "verbose"]
-    """Output of torch's exporter: held back and shown only if the export fails, untouched, or verbose."""
 
 
 LEVELS = (
-    Level("DEBUG", logging.DEBUG, True, "VERBOSE", 0, "verbose"),
-    Level("DEVINFO", logging.DEBUG + 5, True, "DEVINFO", 1, "untouched"),
-    Level("INFO", logging.INFO, False, "WARNING", 2, "held"),
-    Level("WARNING", logging.WARNING, False, "WARNING", 2, "held"),
-    Level("ERROR", logging.ERROR, False, "ERROR", 3, "held"),
+    Level("DEBUG", logging.DEBUG, True, "VERBOSE", 0),
+    Level("DEVINFO", logging.DEBUG + 5, True, "DEVINFO", 1),
+    Level("INFO", logging.INFO, False, "WARNING", 2),
+    Level("WARNING", logging.WARNING, False, "WARNING", 2),
+    Level("ERROR", logging.ERROR, False, "ERROR", 3),
 )
 _ALIASES = {"VERBOSE": "DEBUG"}
 _BY_NAME = {level.name: level for level in LEVELS}
@@ -85,8 +83,7 @@ class _StderrHandler(logging.StreamHandler):
 
     @property
     def stream(self) -> Any:
-        # the exporter's output may be held back, but never the messages of ort_zero
-        return getattr(sys.stderr, "ort_zero_original", sys.stderr)
+        return sys.stderr
 
 
 def get_logger() -> logging.Logger:
@@ -117,7 +114,7 @@ def chosen(name: str) -> Level:
     """
     key, value = VARIABLE, os.environ.get(VARIABLE, "")
     if _from_environment() is None:
-        key, value = "ort_zero.ortmodule.log_level", name
+        key, value = "ort_zero.log_level", name
     level = _BY_NAME.get((value or "").strip().upper())
     if level is None:
         raise ConfigError(f"{key}: must be one of {', '.join(level_names())}, got {value!r}")

@@ -73,45 +73,6 @@ class Examination:
     """Each problem, and the command that solves it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryPlanOptions:
-    """The options of ``ort-zero memory plan``."""
-
-    config: Path
-    """The DeepSpeed JSON with the ``"ort_zero"`` section."""
-    script: Path
-    arguments: tuple[str, ...] = ()
-    budgets: tuple[str, ...] = ()
-    """Maximum memory of a step: ``"6GiB"``, ``"65%"``; empty uses the section's budget."""
-    level: int | None = None
-    steps: int = 3
-    """Number of training steps of each run; 0 only predicts the memory."""
-    launcher: tuple[str, ...] = ()
-    out: Path | None = None
-    """File for the plan; None writes none."""
-    plot: Path | None = None
-    """SVG file for the picture; None draws none."""
-    overwrite: bool = False
-
-
-class MemoryPlanReport(Protocol):
-    """The result of ``ort-zero memory plan``."""
-
-    @property
-    def failed(self) -> Sequence[Any]:
-        """The runs of the script that failed."""
-
-    @property
-    def wrong(self) -> Sequence[str]:
-        """One sentence for each measurement above its budget or off its prediction."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, with the written files under ``"out"`` and ``"plot"``."""
-
-    def text(self, width: int | None) -> str:
-        """Return the report as lines no wider than `width` characters; None does not limit them."""
-
-
 OnModelWrapped = Callable[[RunningModel, config.Config], None]
 """Called with a model that a user's own code wrapped in an ORTModule, and with the model's configuration."""
 
@@ -125,8 +86,8 @@ class Backend(Protocol):
     def refuse(self, ds_config: Mapping[str, Any]) -> None:
         """Raise ConfigError for a key of a DeepSpeed config that the backend does not support."""
 
-    def run_for_engine(self, model: Any, section: config.Config, zero: Mapping[str, Any]) -> tuple[RunningModel, Any]:
-        """Return the running model and the module that DeepSpeed's engine gets in place of `model`.
+    def run_for_engine(self, model: Any, section: config.Config, zero: Mapping[str, Any]) -> RunningModel:
+        """Replace the forwards of a model's units, and return what runs the model.
 
         All ranks must call.
 
@@ -144,11 +105,8 @@ class Backend(Protocol):
     def connect(self, running: RunningModel, engine: Any) -> None:
         """Pass the ZeRO stage, process group and limits of a complete DeepSpeed engine to the running model."""
 
-    def run_alone(self, model: Any, section: config.Config) -> tuple[RunningModel, Any]:
-        """Return the running model and the module to call, without an engine; raise as :meth:`run_for_engine`."""
-
-    def unwrap(self, model: Any) -> Any:
-        """Return the user's own model, whose modules run their own forwards again; any other model unchanged."""
+    def run_alone(self, model: Any, section: config.Config) -> RunningModel:
+        """Do the same without an engine; raise as :meth:`run_for_engine`."""
 
     def node_profiles(self, prefix: str) -> NodeProfiles:
         """Make new sessions record their nodes into files whose names begin with `prefix`."""
@@ -162,15 +120,3 @@ class Backend(Protocol):
 
     def examine(self) -> Examination:
         """Return which tools and compiled parts of the backend this machine has and lacks; raises no error."""
-
-    def plan_memory(self, options: MemoryPlanOptions, tell: Callable[[int, int, str], None]) -> MemoryPlanReport:
-        """Plan recomputation with a user's script, write the files that were asked for, and return the report.
-
-        Args:
-            options: options of the command.
-            tell: called before each run of the script with the runs done, the runs in all, and the name of the run.
-
-        Raises:
-            ConfigError: an option or a file is wrong; raised before the script is started.
-            MemoryPlanError: the script failed, or no plan keeps the budget.
-        """

@@ -20,7 +20,6 @@ from ort_zero.compat.deepspeed_hook_shapes import MODULE, HookShape, probe, prob
 
 SETUP_TARGET = f"{MODULE}:DeepSpeedZeRoOffload.setup_zero_stage3_hooks"
 DESTROY_TARGET = f"{MODULE}:DeepSpeedZeRoOffload.destroy"
-CONVERT_TARGET = f"{MODULE}:DeepSpeedZeRoOffload._convert_to_zero_parameters"
 _REGISTER_NAMES = ("_register_deepspeed_module", "_register_hooks_recursively")
 """The names of the method that registers the hooks: DeepSpeed 0.16.4 and later, and before."""
 BEFORE_BACKWARD = "pre_bwd_fn"
@@ -144,22 +143,20 @@ def register_root(offload: Any) -> None:
     getattr(offload, register_name(type(offload)))(offload.module)
 
 
-def register_with_root(offload: Any, root: Any, hooks: RebindedHooks, is_paused: Callable[[], bool]) -> None:
+def register_with_root(offload: Any, hooks: RebindedHooks) -> None:
     """Register a new set of hooks for `offload`, on the root and on all modules, in DeepSpeed's order.
 
     Args:
         offload: the object that removes the hooks when it is destroyed.
-        root: the module that gets the hooks of the root.
         hooks: the hook functions of `offload`.
-        is_paused: while this returns True, the hooks of the root do nothing.
     """
     offload.hierarchy = 0
     start, end = hooks.start_of_forward, hooks.end_of_forward
     if start is not None:
-        handle = root.register_forward_pre_hook(lambda module, args: None if is_paused() else start(module, args))
+        handle = offload.module.register_forward_pre_hook(start)
     register_root(offload)
     if end is not None:
-        handle = root.register_forward_hook(lambda module, *args: None if is_paused() else end(module, *args))
+        handle = offload.module.register_forward_hook(end)
     if "fwd_pre_hook" in _original(type(offload)._remove_module_hooks).__code__.co_names:
         offload.fwd_pre_hook = handle
     else:

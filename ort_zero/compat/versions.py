@@ -143,8 +143,8 @@ def engine() -> str:
         ConfigError: the variable names another engine.
     """
     name = env.backend()
-    if name not in ("compile", "ortmodule"):
-        raise ConfigError(f"ORT_ZERO_BACKEND={name}: must be compile or ortmodule")
+    if name not in ("compile", "ortmodule", "torch"):
+        raise ConfigError(f"ORT_ZERO_BACKEND={name}: must be compile, ortmodule or torch")
     return name
 
 

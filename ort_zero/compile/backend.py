@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ort_zero import config
     from ort_zero.backends.interface import (
         Examination,
-        MemoryPlanOptions,
-        MemoryPlanReport,
         NodeProfiles,
         OnModelWrapped,
     )
@@ -31,8 +29,8 @@ def refuse(ds_config: Mapping[str, Any]) -> None:
     """Refuse nothing: what ONNX Runtime cannot run, PyTorch runs."""
 
 
-def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) -> tuple[CompiledModel, Any]:
-    """Compile the units of `model` in place for a DeepSpeed engine; return what runs the model, and the model."""
+def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) -> CompiledModel:
+    """Compile the units of `model` in place for a DeepSpeed engine; return what runs the model."""
     stage, max_elements = int(zero.get("stage", 0)), section.compile.max_unit_elements
     from ort_zero.backends import registry
     from ort_zero.compat import deepspeed_units, gloo_collectives, torch_adam, versions
@@ -66,7 +64,7 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
         registry.apply("collectives without copies", gloo_collectives.patches)
         registry.apply("updates in pieces", torch_adam.patches)
     registry.register(running)
-    return running, model
+    return running
 
 
 def connect(running: Any, engine: Any) -> None:
@@ -90,8 +88,8 @@ def connect(running: Any, engine: Any) -> None:
         engine.module.register_forward_pre_hook(lambda module, args: running.suspend(is_counted()), prepend=True)
 
 
-def run_alone(model: Any, section: config.Config) -> tuple[CompiledModel, Any]:
-    """Compile the units of `model` in place, for training without DeepSpeed; return what runs the model, and the model.
+def run_alone(model: Any, section: config.Config) -> CompiledModel:
+    """Compile the units of `model` in place, for training without DeepSpeed; return what runs the model.
 
     From now on the process keeps freed memory for the next step.
     """
@@ -99,16 +97,6 @@ def run_alone(model: Any, section: config.Config) -> tuple[CompiledModel, Any]:
 
     glibc.keep_freed_memory()
     return run_for_engine(model, section, {})
-
-
-def unwrap(model: Any) -> Any:
-    """Give the units below a model their own forwards back; return the model."""
-    from ort_zero.compat.torch_modules import modules_of
-    from ort_zero.compile.unit_forward import restore_forward
-
-    for module in modules_of(model):
-        restore_forward(module)
-    return model
 
 
 def node_profiles(prefix: str) -> NodeProfiles:
@@ -128,8 +116,3 @@ def examine() -> Examination:
     from ort_zero.backends.interface import Examination
 
     return Examination(built=True)
-
-
-def plan_memory(options: MemoryPlanOptions, tell: Callable[[int, int, str], None]) -> MemoryPlanReport:
-    """Raise ConfigError: plans with measured steps belong to ORTModule."""
-    raise ConfigError('plans with measured steps belong to "backend": "ortmodule"')

@@ -35,30 +35,29 @@ def _engine_init(original):
             return profiled_script.measure_engine(self)
         self.ort_zero_section = section
         _refuse_local_storage(ds_config, section)
-        log.set_level(section.ortmodule.log_level, self)
+        log.set_level(section.log_level, self)
         third_party.silence()
         patch_gathers()
-        if not section.ortmodule.enabled:
-            with backend_context.running_in("torch"):
+        engine = section.engine()
+        if engine == "torch":
+            with backend_context.with_section():
                 original(self, *args, **kwargs)
             _note(self)
             summary.announce(section, self.module, None)
             metrics.write_metrics_of(self, section.metrics, None)
             return _subscribe(self, section.statistics)
-        engine = section.engine()
         backend = loading.load(engine)
         backend.refuse(ds_config)
-        runtime, bound.arguments["model"] = backend.run_for_engine(
+        runtime = backend.run_for_engine(
             bound.arguments["model"],
             profiled_script.without_fallback(section),
             ds_config.get("zero_optimization") or {},
         )
-        with backend_context.running_in("ort" if engine == "ortmodule" else "torch"):
+        with backend_context.with_section():
             original(*bound.args, **bound.kwargs)
         backend.connect(runtime, self)
         _note(self)
-        if engine == "compile":
-            statistics.note_onnxruntime(self.module)
+        statistics.note_onnxruntime(self.module)
         self.__dict__["ort_zero_runtime"] = weakref.ref(runtime)
         runtime.announce = lambda ready: summary.announce(section, ready.module, ready)
         profiled_script.measure_engine(self, runtime)

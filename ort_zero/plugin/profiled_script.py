@@ -53,7 +53,7 @@ def without_fallback(section: config.Config) -> config.Config:
     """Return the section with ``fallback`` "raise" while a script is measured, else unchanged."""
     if recorder(section.engine()) is None:
         return section
-    return section.model_copy(update={"ortmodule": section.ortmodule.model_copy(update={"fallback": "raise"})})
+    return section.model_copy(update={"fallback": "raise"})
 
 
 def measure_engine(engine: Any, runtime: Any = None) -> None:
@@ -79,14 +79,13 @@ def measure_engine(engine: Any, runtime: Any = None) -> None:
         setattr(engine, method, in_range(name, getattr(engine, method)))
 
 
-def measure_model(runtime: Any, engine: str) -> None:
+def measure_model(runtime: Any) -> None:
     """Measure the calls of a model without a DeepSpeed engine, if the script is measured.
 
     Args:
         runtime: what runs the model.
-        engine: the engine that runs the model, "compile" or "ortmodule".
     """
-    active = recorder(engine)
+    active = recorder()
     if active is None:
         return
     active.note_model(type(runtime.module).__name__)
@@ -94,19 +93,10 @@ def measure_model(runtime: Any, engine: str) -> None:
         runtime.fallback_reason = "ort-zero profile measures it in PyTorch"
     else:
         runtime.graph_recorder = active.graph_recorder
-    if engine == "compile":
-        runtime.module.register_forward_pre_hook(
-            lambda called, args: active.call(called, called.training and torch.is_grad_enabled())
-        )
-        runtime.call = in_range(named_ranges.FORWARD, runtime.call)
-        return
-    call = in_range(named_ranges.FORWARD, runtime.call)
-
-    def measured(managers: Any, args: tuple, kwargs: dict, run_in_torch: Any) -> Any:
-        active.call(runtime, runtime.module.training and torch.is_grad_enabled())
-        return call(managers, args, kwargs, run_in_torch)
-
-    runtime.call = measured
+    runtime.module.register_forward_pre_hook(
+        lambda called, args: active.call(called, called.training and torch.is_grad_enabled())
+    )
+    runtime.call = in_range(named_ranges.FORWARD, runtime.call)
 
 
 @functools.cache

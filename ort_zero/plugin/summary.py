@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -22,9 +21,6 @@ _MIN_WIDTH, _MAX_WIDTH = 40, 120
 _MIN_COLUMN = 8
 """Minimum width of a column in characters, even on a very narrow terminal."""
 _ASCII, _BOXES = ("-", "|", "+"), ("─", "│", "┼")
-_LINE = re.compile(r":\d+ in \S+\)$")
-"""End of a reason that names a line of the user's code."""
-_MAX_LINES = 3
 Row = tuple[str, ...]
 """Cells of a row: feature, state, setting that switches it; the second of two cells takes all remaining width."""
 
@@ -41,18 +37,18 @@ def table(
     """Return the features and costs of an engine's model, as a table.
 
     Args:
-        status: ``Runtime.status()`` of the engine's model; None where the section leaves the model in PyTorch.
+        status: the status of the engine's model; None where the section leaves the model in PyTorch.
         section: section of the engine's config.
         versions: installed versions by distribution.
-        plans: recomputed clusters with their counts, and the effect of each.
+        plans: operators that the backward computes again, and the memory that this saves.
         width: width of the terminal in characters.
         boxes: draw lines with box characters rather than ASCII.
     """
-    compiled = status is not None and status.get("engine") == "compile"
+    in_torch = [("ONNX Runtime", "off", 'backend: "auto"'), *_parts(section)]
     rows: list[Row] = [
         ("feature", "state", 'to switch it, in "ort_zero"'),
-        *(_compiled(status, section) if compiled and status is not None else _features(status, section, plans)),
-        *_costs(status),
+        *(in_torch if status is None else _compiled(status, section)),
+        *((f"  {operators}", effect) for operators, effect in plans),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
     return "\n".join(_drawn(rows, max(width, _MIN_WIDTH), _BOXES if boxes else _ASCII))
@@ -81,53 +77,19 @@ def announce(section: config.Config, module: Any, runtime: Any | None) -> None:
     logger.info("%s\n%s", title, text)
 
 
-def _features(status: Mapping[str, Any] | None, section: config.Config, plans: Sequence[tuple[str, str]]) -> list[Row]:
-    ort, save = section.ortmodule, section.checkpoint
-    runs = status is not None and not status["fallback_reason"]
-    stage = status["zero_stage"] if status is not None else 0
-    early = runs and (stage == 3 or section.memory_efficient_gradients)
-    keeps = ort.cache_dir is not None and (ort.cache_dir != "auto" or env.export_cache_dir() is not None)
-    recomputes = runs and (bool(plans) or section.memory.recompute != "off")
-    rows: list[Row] = [
-        ("ONNX Runtime", _state(runs), _switch("ortmodule.enabled", not ort.enabled)),
-        ("ZeRO-3 in the graph", _state(runs and stage == 3), "DeepSpeed's ZeRO stage"),
-        (
-            "memory-efficient gradients",
-            _state(early),
-            "always with ZeRO-3"
-            if early and stage == 3
-            else _switch("memory_efficient_gradients", not section.memory_efficient_gradients),
-        ),
-        (
-            "recomputation",
-            _state(recomputes),
-            'memory.recompute: "off"' if recomputes else 'memory.recompute: "auto"',
-        ),
-        *((f"  {cluster}", effect) for cluster, effect in plans),
-        (
-            "export cache",
-            _state(keeps),
-            "ortmodule.cache_dir: null" if keeps else 'ortmodule.cache_dir: "FOLDER"',
-        ),
+def _parts(section: config.Config) -> list[Row]:
+    """Return the rows of the parts that need no ONNX Runtime."""
+    save, collects = section.checkpoint, section.statistics.enabled
+    return [
         ("sharded checkpoints", _state(save.sharded), _switch("checkpoint.sharded", not save.sharded)),
         ("asynchronous saving", _state(save.async_save), _switch("checkpoint.async_save", not save.async_save)),
-        (
-            "statistics",
-            _state(section.statistics.enabled),
-            _switch("statistics.enabled", not section.statistics.enabled),
-        ),
-        ("kept in PyTorch", _kept(status), 'ortmodule.exclude: ["PATTERN"]'),
-        *_lines_kept(status),
-        ("an export that fails", _on_failure(ort.fallback), _other_fallback(ort.fallback)),
+        ("statistics", _state(collects), _switch("statistics.enabled", not collects)),
     ]
-    if status is not None and status["fallback_reason"]:
-        rows.append(("reason", status["fallback_reason"]))
-    return rows
 
 
 def _compiled(status: Mapping[str, Any], section: config.Config) -> list[Row]:
-    """Return the rows of a model of the compile backend."""
-    record, save = status["compiled"], section.checkpoint
+    """Return the rows of a model whose units ONNX Runtime runs."""
+    record = status["compiled"]
     share = record["flop_share"]
     places = f"{record['segments']} segments, {status['sessions']} sessions"
     if record["segments_in_torch"]:
@@ -141,8 +103,8 @@ def _compiled(status: Mapping[str, Any], section: config.Config) -> list[Row]:
         ),
         (
             "graphs",
-            f"{record['graphs']} of {record['dynamo_graphs']} captured parts, "
-            f"{len(record['recompilations'])} compiled again",
+            f"{record['graphs']}, made of {record['dynamo_graphs']} that Dynamo captured; "
+            f"{len(record['recompilations'])} since an earlier one did not fit",
             "ort-zero explain SCRIPT",
         ),
         ("  run by", places, _other_place(section)),
@@ -151,14 +113,8 @@ def _compiled(status: Mapping[str, Any], section: config.Config) -> list[Row]:
             "not counted" if share is None else f"{100 * share:.0f} % of floating-point operations in ONNX Runtime",
             _other_place(section),
         ),
-        ("checked against PyTorch", section.compile.verify, 'compile.verify: "first", "always", "off"'),
-        ("sharded checkpoints", _state(save.sharded), _switch("checkpoint.sharded", not save.sharded)),
-        ("asynchronous saving", _state(save.async_save), _switch("checkpoint.async_save", not save.async_save)),
-        (
-            "statistics",
-            _state(section.statistics.enabled),
-            _switch("statistics.enabled", not section.statistics.enabled),
-        ),
+        ("checked against PyTorch", section.compile.verify, 'compile.verify: "sampled", "always", "off"'),
+        *_parts(section),
         ("run by PyTorch", _kept(status), "has no ONNX form here, or is faster there"),
         *((f"  {path or 'the model'}", why) for path, why in status["failures"].items()),
         *((f"  segment {key}", why) for key, why in record["failed"].items()),
@@ -169,39 +125,11 @@ def _other_place(section: config.Config) -> str:
     return f'compile.place: "{"ort" if section.compile.place == "measured" else "measured"}"'
 
 
-def _costs(status: Mapping[str, Any] | None) -> list[Row]:
-    rows: list[Row] = []
-    if status is None:
-        return rows
-    for mode, graph in status["graphs"].items():
-        done = [d for d in status["transitions"] if d["mode"] == mode and d["steps"]]
-        if not done:
-            continue
-        size = [f"{graph['nodes']} nodes", f"{graph['python_ops']} PythonOps", f"{graph['inputs']} inputs"]
-        rows.append((f"{mode} graph", ", ".join(filter(None, [*size, graph["collectives"]]))))
-        steps = [f"{step} {seconds:.1f}" for step, seconds in done[-1]["steps"].items()]
-        rows.append(("  made in seconds", f"{', '.join(steps)}; {done[-1]['seconds']:.1f} in all"))
-    return rows
-
-
 def _kept(status: Mapping[str, Any] | None) -> str:
     if status is None or status["fallback_reason"]:
         return "everything"
     names = list(status["in_torch"])
     return shortened(names, 1) or "nothing"
-
-
-def _lines_kept(status: Mapping[str, Any] | None) -> list[Row]:
-    """Return a row for each of the first submodules and functions that stay in PyTorch, with the reason."""
-    if status is None or status["fallback_reason"]:
-        return []
-    # reasons with a line of the user's code come first; operators are many, and their names are enough
-    parts = sorted(
-        ((name, why) for name, why in status["in_torch"].items() if "::" not in name or _LINE.search(why)),
-        key=lambda part: _LINE.search(part[1]) is None,
-    )
-    more = [("  more", f"{len(parts) - _MAX_LINES} parts, see ort_zero.status()")] if len(parts) > _MAX_LINES else []
-    return [*((f"  {name}", why) for name, why in parts[:_MAX_LINES]), *more]
 
 
 def _state(on: Any) -> str:
@@ -210,14 +138,6 @@ def _state(on: Any) -> str:
 
 def _switch(key: str, to: bool) -> str:
     return f"{key}: {'true' if to else 'false'}"
-
-
-def _on_failure(fallback: str) -> str:
-    return "raises" if fallback == "raise" else "runs in PyTorch"
-
-
-def _other_fallback(fallback: str) -> str:
-    return f'ortmodule.fallback: "{"warn" if fallback == "raise" else "raise"}"'
 
 
 # -- drawing -----------------------------------------------------------------------------------------------------------
@@ -246,7 +166,9 @@ def _drawn(rows: Sequence[Row], width: int, characters: tuple[str, str, str]) ->
 def _widths(rows: Sequence[Row], room: int) -> list[int]:
     """Return the widths of three columns that together fit in `room` characters: the widest column shrinks first."""
     widths = [max(len(row[n]) for row in rows if len(row) > n and (n == 0 or len(row) == 3)) for n in range(3)]
-    return tables.narrowed(widths, room, [_MIN_COLUMN] * 3)
+    # the last column holds keys, which a user copies: a key is not broken where there is room
+    key = max(len(word) for row in rows if len(row) == 3 for word in row[2].split())
+    return tables.narrowed(widths, room, [_MIN_COLUMN, _MIN_COLUMN, max(_MIN_COLUMN, min(key, room // 2))])
 
 
 def _draws_boxes() -> bool:

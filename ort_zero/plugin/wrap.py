@@ -1,4 +1,4 @@
-"""Run a model in ONNX Runtime without a DeepSpeed engine: ``ort_zero.wrap`` and a user's own ``ORTModule(model)``."""
+"""Run a model in ONNX Runtime without a DeepSpeed engine: ``ort_zero.wrap``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ort_zero import config, env, log
 from ort_zero.backends import loading, registry
-from ort_zero.backends.interface import RunningModel
+from ort_zero.compat.torch_modules import modules_of
 from ort_zero.errors import ConfigError
 from ort_zero.plugin import profiled_script, statistics, summary
+from ort_zero.units.unit_forward import restore_forward
 
 
 def wrap(model: Any, **section: Any) -> Any:
@@ -18,8 +19,8 @@ def wrap(model: Any, **section: Any) -> Any:
 
     ``ort_zero.wrap(model, exclude=["head"], statistics={"enabled": True, "output_dir": "run"})``: the
     keys are those of the section in a DeepSpeed config, but for "checkpoint" and "metrics", which need an engine. The
-    result is `model` with compiled units, or an ORTModule if that is the backend. It is `model` unchanged if the
-    section or ``ORT_ZERO_DISABLE`` disables ort_zero. In a DistributedDataParallel the module inside is wrapped. All
+    result is `model` itself, with compiled units. It is unchanged if the section or ``ORT_ZERO_DISABLE`` disables
+    ort_zero. In a DistributedDataParallel the module inside is wrapped. All
     ranks must call with the same options.
 
     Args:
@@ -43,18 +44,17 @@ def wrap(model: Any, **section: Any) -> Any:
     if isinstance(model, DistributedDataParallel):
         model.module = wrap(model.module, **section)
         return model
-    wrapped = model
-    if options.ortmodule.enabled:
-        engine = options.engine()
-        running, wrapped = loading.load(engine).run_alone(model, profiled_script.without_fallback(options))
-        if engine == "compile":
-            statistics.note_onnxruntime(wrapped)
-        report_on(running, options, engine)
-    log.set_level(options.ortmodule.log_level, wrapped)
-    session = statistics.collect(wrapped, options.statistics)
+    engine = options.engine()
+    if engine != "torch":
+        running = loading.load(engine).run_alone(model, profiled_script.without_fallback(options))
+        statistics.note_onnxruntime(model)
+        running.announce = lambda ready: summary.announce(options, ready.module, ready)
+        profiled_script.measure_model(running)
+    log.set_level(options.log_level, model)
+    session = statistics.collect(model, options.statistics)
     if session is not None:
-        vars(wrapped)["ort_zero_statistics"] = session
-    return wrapped
+        vars(model)["ort_zero_statistics"] = session
+    return model
 
 
 def unwrap(model: Any) -> Any:
@@ -65,21 +65,9 @@ def unwrap(model: Any) -> Any:
     Args:
         model: a model that :func:`wrap` has returned, a copy or a part of one, or a DeepSpeed engine's module.
     """
-    for engine in ("ortmodule", "compile"):
-        model = loading.load(engine).unwrap(model)
+    for module in modules_of(model):
+        restore_forward(module)
     for running in registry.runtimes():
         if running.module is model:
             registry.unregister(running)
     return model
-
-
-def report_on(running: RunningModel, section: config.Config, engine: str) -> None:
-    """Print the summary of a model without a DeepSpeed engine after its first run, and profile its calls if asked to.
-
-    Args:
-        running: what runs the model.
-        section: how the model runs.
-        engine: the engine that runs the model, "compile" or "ortmodule".
-    """
-    running.announce = lambda ready: summary.announce(section, ready.module, ready)
-    profiled_script.measure_model(running, engine)

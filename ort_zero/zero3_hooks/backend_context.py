@@ -1,8 +1,7 @@
-"""Tell which backend runs the model whose ZeRO-3 hooks are being set up.
+"""Tell whether ZeRO-3 hooks are set up for an engine with an enabled section.
 
-``None``: no ``"ort_zero"`` section, DeepSpeed's own code runs unchanged. ``"torch"``: PyTorch, with the subscriber of
-ort_zero. ``"ort"``: ONNX Runtime; the user's module still gets the hooks, for direct calls. DeepSpeed sets hooks up
-deep inside ``deepspeed.initialize``, hence a context variable and not an argument.
+Without one DeepSpeed's own code runs unchanged. DeepSpeed sets hooks up deep inside ``deepspeed.initialize``, hence a
+context variable and not an argument.
 """
 
 from __future__ import annotations
@@ -11,27 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-BACKENDS = (None, "torch", "ort")
-
-_backend: ContextVar[str | None] = ContextVar("ort_zero_backend", default=None)
+_has_section: ContextVar[bool] = ContextVar("ort_zero_has_section", default=False)
 
 
-def current_backend() -> str | None:
-    """Return the backend for which ZeRO-3 hooks are set up at the moment."""
-    return _backend.get()
+def has_section() -> bool:
+    """Return True while ZeRO-3 hooks are set up for an engine with a section."""
+    return _has_section.get()
 
 
 @contextmanager
-def running_in(backend: str | None) -> Iterator[None]:
-    """Set up ZeRO-3 hooks for a model that runs in `backend` within the ``with`` block.
-
-    Raises:
-        ValueError: `backend` is not one of :data:`BACKENDS`.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}: must be one of {', '.join(map(repr, BACKENDS))}")
-    token = _backend.set(backend)
+def with_section() -> Iterator[None]:
+    """Set up ZeRO-3 hooks through the subscriber of ort_zero within the ``with`` block."""
+    token = _has_section.set(True)
     try:
         yield
     finally:
-        _backend.reset(token)
+        _has_section.reset(token)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,24 +10,6 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from ort_zero.zero3_hooks.subscriber_base import ModuleSubscriber
-
-_paused = False
-
-
-@contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """Disable every hook of every manager in the block: modules run as without subscribers, for tracing."""
-    global _paused
-    before, _paused = _paused, True
-    try:
-        yield
-    finally:
-        _paused = before
-
-
-def is_paused() -> bool:
-    """Return True while the hooks of every manager are paused by :func:`paused`."""
-    return _paused
 
 
 @dataclass(slots=True)
@@ -86,16 +67,16 @@ def _register(subscriber: ModuleSubscriber, module: Module, handles: Handles) ->
     # Functions, not bound methods: deepcopy of a hooked module would copy a bound method's subscriber with its process
     # groups and streams, but it does not copy functions.
     def before_module(module: Module, args: tuple) -> Any:
-        return None if _paused else subscriber.pre_forward_module_apply(module, args)
+        return subscriber.pre_forward_module_apply(module, args)
 
     def after_module(module: Module, args: tuple, outputs: Any) -> Any:
-        return None if _paused else subscriber.post_forward_module_apply(module, args, outputs)
+        return subscriber.post_forward_module_apply(module, args, outputs)
 
     def after_tensors(module: Module, args: tuple, outputs: Any) -> Any:
-        return None if _paused else subscriber.post_forward_tensors(module, args, outputs)
+        return subscriber.post_forward_tensors(module, args, outputs)
 
     def before_tensors(module: Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return None if _paused else subscriber.pre_forward_tensors(module, args, kwargs)
+        return subscriber.pre_forward_tensors(module, args, kwargs)
 
     handles.module.append(module.register_forward_pre_hook(before_module))
     handles.module.append(module.register_forward_hook(after_module))

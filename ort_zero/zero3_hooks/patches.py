@@ -1,7 +1,7 @@
 """Define the patches by which ort_zero sets up ZeRO-3's hooks, for a :class:`~ort_zero.utils.patching.PatchSet`.
 
-A DeepSpeedZeRoOffload (`offload`) stores the backend that it was set up for, see :mod:`.backend_context`. TRL and
-``deepspeed.runtime.zero.unwrap_model_for_generation`` register the hooks again later: then for the same backend.
+A DeepSpeedZeRoOffload (`offload`) notes whether it was set up for a section, see :mod:`.backend_context`. TRL and
+``deepspeed.runtime.zero.unwrap_model_for_generation`` register the hooks again later: then in the same way.
 """
 
 from __future__ import annotations
@@ -11,27 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 from ort_zero.compat import deepspeed_hooks, deepspeed_units
-from ort_zero.compat.torch_modules import inside_of_ortmodule
 from ort_zero.utils.patching import Patch, defined_in
 from ort_zero.zero3_hooks import backend_context
 
-_BACKEND = "_ort_zero_backend"
+_HAS_SECTION = "_ort_zero_has_section"
 _SUBSCRIBER = "_ort_zero_subscriber"
 
 
-def backend_of(offload: Any) -> str | None:
-    """Return the backend for which the hooks of `offload` were set up."""
-    return vars(offload).get(_BACKEND)
-
-
-def hooked_root(offload: Any) -> Any:
-    """Return the module that gets the hooks: the user's module, also if it is inside of an ORTModule.
-
-    ONNX Runtime runs the graph, not the module, so the hooks are for direct calls: HF Trainer evaluates the user's
-    module, and a fallback runs it in PyTorch. The hooks are paused while the module is traced.
-    """
-    module = offload.module
-    return inside_of_ortmodule(module)
+def has_section(offload: Any) -> bool:
+    """Return True if the hooks of `offload` were set up for an engine with a section."""
+    return vars(offload).get(_HAS_SECTION, False)
 
 
 def _subscriber(offload: Any) -> Any:
@@ -46,18 +35,14 @@ def _subscriber(offload: Any) -> Any:
 
 def _build_setup(original: Callable) -> Callable:
     def setup_zero_stage3_hooks(self: Any) -> None:
-        """Set the hooks up for the backend that will run the model."""
-        current = backend_context.current_backend()
-        setattr(self, _BACKEND, current)
-        if current is None:
+        """Set the hooks up, for an engine with a section through the subscriber."""
+        setattr(self, _HAS_SECTION, backend_context.has_section())
+        if not has_section(self):
             original(self)
             return
-        from ort_zero.zero3_hooks.hook_manager import is_paused
-
-        root = hooked_root(self)
-        deepspeed_hooks.register_with_root(self, root, _subscriber(self).hooks, is_paused)
-        deepspeed_hooks.push_root(root)
-        deepspeed_units.hand_gradients_on(root)
+        deepspeed_hooks.register_with_root(self, _subscriber(self).hooks)
+        deepspeed_hooks.push_root(self.module)
+        deepspeed_units.hand_gradients_on(self.module)
 
     return setup_zero_stage3_hooks
 
@@ -65,14 +50,13 @@ def _build_setup(original: Callable) -> Callable:
 def _build_register(original: Callable) -> Callable:
     @functools.wraps(original)
     def register_hooks(self: Any, module: Any, count: list[int] | None = None) -> None:
-        """Register hooks on `module` and below, for the backend that this offload was set up for."""
+        """Register hooks on `module` and below, as this offload was set up."""
         if count is None:
             count = deepspeed_hooks.shared_count(original)
-        if backend_of(self) is None:
+        if not has_section(self):
             original(self, module, count)
             return
         if module is self.module:
-            module = hooked_root(self)
             deepspeed_hooks.invalidate_trace(self)
         deepspeed_hooks.number_modules(module, count)
         _subscriber(self).register(module)
@@ -84,19 +68,11 @@ def _build_destroy(original: Callable) -> Callable:
     def destroy(self: Any) -> None:
         """Remove the hooks, and for an engine with the section all references that keep its model alive."""
         original(self)
-        if backend_of(self) is not None:
-            deepspeed_hooks.pop_root(hooked_root(self))
+        if has_section(self):
+            deepspeed_hooks.pop_root(self.module)
             deepspeed_hooks.forget_released(self)
 
     return destroy
-
-
-def _build_convert(original: Callable) -> Callable:
-    def _convert_to_zero_parameters(self: Any, ds_config: Any, module: Any, mpu: Any) -> None:
-        """Partition the parameters; each refers to the user's module, not to the ORTModule of one engine."""
-        original(self, ds_config, inside_of_ortmodule(module), mpu)
-
-    return _convert_to_zero_parameters
 
 
 def _guard(probe: Callable[[Callable], Any]) -> Callable[[Any], None]:
@@ -132,12 +108,6 @@ def patches() -> tuple[Patch, ...]:
             target=deepspeed_hooks.DESTROY_TARGET,
             build=_build_destroy,
             why="a destroyed engine does not keep its model alive",
-            guard=defined_in(deepspeed_hooks.MODULE),
-        ),
-        Patch(
-            target=deepspeed_hooks.CONVERT_TARGET,
-            build=_build_convert,
-            why="a model does not keep a destroyed engine alive",
             guard=defined_in(deepspeed_hooks.MODULE),
         ),
     )

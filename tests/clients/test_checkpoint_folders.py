@@ -55,7 +55,7 @@ def lightning_run(folder: str, sharded: bool) -> dict[str, Any]:
         "zero_optimization": {"stage": 2},
         "zero_allow_untested_optimizer": True,
         "train_micro_batch_size_per_gpu": 2,
-        "ort_zero": {"ortmodule": {"enabled": False}, "checkpoint": {"sharded": sharded}},
+        "ort_zero": {"backend": "torch", "checkpoint": {"sharded": sharded}},
     }
 
     def fit(steps: int, resume: str | None = None) -> Regression:
@@ -114,7 +114,7 @@ def peft_run(folder: str) -> dict[str, torch.Tensor]:
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": 2},
-        "ort_zero": {"ortmodule": {"enabled": False}},
+        "ort_zero": {"backend": "torch"},
     }
     engine, *_ = deepspeed.initialize(model=model, config=config)
     ids = torch.arange(16).view(2, 8)

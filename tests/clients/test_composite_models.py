@@ -27,7 +27,7 @@ def train(model: nn.Module, loss: Any, folder: str, tag: str) -> None:
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": 2},
-        "ort_zero": {"ortmodule": {"enabled": False}},
+        "ort_zero": {"backend": "torch"},
     }
     engine, *_ = deepspeed.initialize(model=model, config=config)
     for _ in range(2):

@@ -63,7 +63,7 @@ def engine_of(
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 50, "warmup_max_lr": 1e-2}},
         "zero_optimization": {"stage": stage, **zero},
-        "ort_zero": {"ortmodule": {"enabled": False}, "checkpoint": checkpoint or {}},
+        "ort_zero": {"backend": "torch", "checkpoint": checkpoint or {}},
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}

@@ -9,10 +9,8 @@ import torch
 import ort_zero
 
 
-def ds_config(
-    stage: int, *, ort: bool | None, gas: int = 1, lr: float = 1e-3, split: str | None = None, **zero: Any
-) -> dict[str, Any]:
-    """Return a DeepSpeed config; `ort` None leaves the section out, `split` None that key."""
+def ds_config(stage: int, *, ort: bool | None, gas: int = 1, lr: float = 1e-3, **zero: Any) -> dict[str, Any]:
+    """Return a DeepSpeed config; `ort` None leaves the section out, False has PyTorch run the model."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": gas,
@@ -21,7 +19,7 @@ def ds_config(
         "zero_optimization": {"stage": stage, **zero},
     }
     if ort is not None:
-        config["ort_zero"] = {"ortmodule": {"enabled": ort, **({"split": split} if split is not None else {})}}
+        config["ort_zero"] = {} if ort else {"backend": "torch"}
     return config
 
 
@@ -32,28 +30,6 @@ def start() -> int:
 
     deepspeed.init_distributed("gloo", verbose=False)
     return torch.distributed.get_rank()
-
-
-def tiny_engine(kind: str, stage: int, *, ort: bool | None, **ortmodule: Any) -> Any:
-    """Return an engine around a model of `tiny_models` with 64 words, the same on all ranks.
-
-    ZeRO-3 partitions every weight.
-
-    Args:
-        kind: name of the model.
-        stage: of ZeRO.
-        ort: see :func:`ds_config`.
-        ortmodule: keys of the section's ``ortmodule``, where there is a section.
-    """
-    import deepspeed
-    import tiny_models
-
-    torch.manual_seed(0)
-    model = getattr(tiny_models, kind)(words=64, hidden=16, heads=2)
-    config = ds_config(stage, ort=ort, lr=1e-2, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}))
-    if ort:
-        config["ort_zero"]["ortmodule"] |= ortmodule
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
 def full_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ def made(
         **(more or {}),
     }
     if section:
-        config["ort_zero"] = {"ortmodule": {"enabled": False}, "checkpoint": {"sharded": sharded}}
+        config["ort_zero"] = {"backend": "torch", "checkpoint": {"sharded": sharded}}
     if isinstance(optimizer, str):
         config["optimizer"] = {"type": optimizer, "params": {"lr": 0.01, **options}}
         config["zero_optimization"]["reduce_scatter"] = False  # as DeepSpeed's Muon wants it

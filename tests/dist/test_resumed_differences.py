@@ -300,7 +300,7 @@ def by_deepspeed(optimizer: str, model: torch.nn.Module, stage: int = 3, **optio
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage, "reduce_scatter": False},
         "optimizer": {"type": optimizer, "params": {"lr": 0.01, **options}},
-        "ort_zero": {"ortmodule": {"enabled": False}},
+        "ort_zero": {"backend": "torch"},
     }
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 

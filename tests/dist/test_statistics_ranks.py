@@ -40,7 +40,7 @@ def collect(
     import deepspeed
 
     config = ds_config(stage, ort=ort, **zero)
-    config["ort_zero"]["ortmodule"]["log_level"] = "ERROR"
+    config["ort_zero"]["log_level"] = "ERROR"
     config["ort_zero"]["statistics"] = {"enabled": True, "output_dir": folder, **(statistics or {})}
     model = build(name)
     if fault is not None:

@@ -8,15 +8,11 @@ from ort_zero import config
 from ort_zero.errors import ConfigError
 
 
-def test_defaults_run_in_onnxruntime_and_refuse_fallback():
+def test_defaults_run_in_onnxruntime_and_warn_of_fallbacks():
     parsed = config.parse({})
-    assert parsed.enabled and parsed.ortmodule.enabled
-    assert parsed.ortmodule.fallback == "raise"
-    assert parsed.ortmodule.exclude == [] and parsed.ortmodule.graph_cache_size == 8
-    assert parsed.ortmodule.cache_dir == "auto"
-    assert parsed.ortmodule.cache_key is None and parsed.ortmodule.save_onnx is None
+    assert parsed.enabled and parsed.engine() == "compile" and parsed.fallback == "warn"
+    assert parsed.exclude == [] and parsed.save_onnx is None
     assert parsed.statistics.enabled is False and parsed.memory.recompute == "off"
-    assert parsed.memory_efficient_gradients is False
 
 
 def test_no_section_and_disabled_section_give_none():
@@ -30,7 +26,7 @@ def test_no_section_and_disabled_section_give_none():
     ("section", "path", "value", "near"),
     [
         ({"enabeld": True}, "ort_zero.enabeld", "True", '"enabled"'),
-        ({"ortmodule": {"fall_back": "warn"}}, "ort_zero.ortmodule.fall_back", "'warn'", '"fallback"'),
+        ({"fall_back": "warn"}, "ort_zero.fall_back", "'warn'", '"fallback"'),
         ({"statistics": {"outputdir": "x"}}, "ort_zero.statistics.outputdir", "'x'", '"output_dir"'),
     ],
 )
@@ -42,8 +38,23 @@ def test_unknown_key_names_path_value_and_nearest_key(section, path, value, near
 
 
 def test_unknown_key_without_a_near_one_lists_the_valid_keys():
-    with pytest.raises(ConfigError, match="valid keys: .*graph_cache_size"):
-        config.parse({"ortmodule": {"zzzzzz": 1}})
+    with pytest.raises(ConfigError, match="valid keys: .*fuse_loss"):
+        config.parse({"compile": {"zzzzzz": 1}})
+
+
+@pytest.mark.parametrize(
+    ("section", "path", "way_out"),
+    [
+        ({"ortmodule": {"enabled": False}}, "ort_zero.ortmodule", '"backend": "torch"'),
+        ({"memory_efficient_gradients": True}, "ort_zero.memory_efficient_gradients", "remove the key"),
+        ({"memory": {"recompute": "all", "level": 1}}, "ort_zero.memory.level", "ORTMODULE_MEMORY_OPT_LEVEL"),
+        ({"memory": {"checkpointing": "recompute"}}, "ort_zero.memory.checkpointing", "remove the key"),
+    ],
+)
+def test_keys_of_the_frozen_engine_are_refused_with_the_way_out(section, path, way_out):
+    with pytest.raises(ConfigError, match="there is no such key any more") as error:
+        config.parse(section)
+    assert path in str(error.value) and way_out in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -51,13 +62,13 @@ def test_unknown_key_without_a_near_one_lists_the_valid_keys():
     [
         ({"enabled": "yes"}, "ort_zero.enabled", "'yes'"),
         ({"enabled": 1}, "ort_zero.enabled", "1"),
-        ({"ortmodule": {"fallback": "ignore"}}, "ort_zero.ortmodule.fallback", "'ignore'"),
-        ({"ortmodule": {"graph_cache_size": 0}}, "ort_zero.ortmodule.graph_cache_size", "0"),
-        ({"ortmodule": {"cache_key": 7}}, "ort_zero.ortmodule.cache_key", "7"),
-        ({"ortmodule": {"graph_cache_size": "8"}}, "ort_zero.ortmodule.graph_cache_size", "'8'"),
-        ({"ortmodule": {"log_level": "LOUD"}}, "ort_zero.ortmodule.log_level", "'LOUD'"),
-        ({"ortmodule": {"save_onnx": 3}}, "ort_zero.ortmodule.save_onnx", "3"),
-        ({"ortmodule": True}, "ort_zero.ortmodule", "True"),
+        ({"fallback": "ignore"}, "ort_zero.fallback", "'ignore'"),
+        ({"backend": "onnx"}, "ort_zero.backend", "'onnx'"),
+        ({"compile": {"max_unit_elements": 0}}, "ort_zero.compile.max_unit_elements", "0"),
+        ({"compile": {"max_unit_elements": "8"}}, "ort_zero.compile.max_unit_elements", "'8'"),
+        ({"log_level": "LOUD"}, "ort_zero.log_level", "'LOUD'"),
+        ({"save_onnx": 3}, "ort_zero.save_onnx", "3"),
+        ({"compile": True}, "ort_zero.compile", "True"),
     ],
 )
 def test_wrong_value_names_path_and_value(section, path, value):
@@ -79,11 +90,11 @@ def test_misspelt_section_is_refused_with_the_right_name(name):
     assert f'"{name}"' in str(error.value) and 'did you mean "ort_zero"' in str(error.value)
 
 
-@pytest.mark.parametrize("value", ["auto", "FastGelu+:1:2", ["Add+:1:-1"], "plan.json"])
+@pytest.mark.parametrize("value", ["all", "FastGelu+:1:2", ["Add+:1:-1"], "plan.json"])
 def test_recomputation_is_ort_s(value):
-    assert config.parse({"memory": {"recompute": value}}).memory.recompute == value
-    with pytest.raises(ConfigError, match=r'ort_zero: "memory.recompute" .* needs "ortmodule": \{"enabled": true\}'):
-        config.parse({"memory": {"recompute": value}, "ortmodule": {"enabled": False}})
+    assert config.parse({"memory": {"recompute": value}, "backend": "ortmodule"}).engine() == "ortmodule"
+    with pytest.raises(ConfigError, match='ort_zero.memory.recompute: .* the backend is "torch"'):
+        config.parse({"memory": {"recompute": value}, "backend": "torch"}).engine()
 
 
 def test_checkpoints_are_sharded_unless_told_otherwise():
@@ -93,4 +104,4 @@ def test_checkpoints_are_sharded_unless_told_otherwise():
 
 
 def test_level_is_accepted_in_lower_case():
-    assert config.parse({"ortmodule": {"log_level": "devinfo"}}).ortmodule.log_level == "DEVINFO"
+    assert config.parse({"log_level": "devinfo"}).log_level == "DEVINFO"

@@ -25,7 +25,7 @@ def test_every_file_is_listed_here():
 def test_json_asks_for_onnxruntime_at_its_stage(name, stage):
     loaded = json.loads((ROOT / "configs" / name).read_text())
     section = config.section_of(loaded)
-    assert section is not None and section.ortmodule.enabled and section.ortmodule.fallback == "raise"
+    assert section is not None and section.engine() == "compile" and section.fallback == "warn"
     assert loaded["zero_optimization"]["stage"] == stage
     assert loaded["optimizer"]["params"]["torch_adam"] is True  # the other one is compiled on first use
     assert ("offload_optimizer" in loaded["zero_optimization"]) == ("offload" in name)
@@ -35,7 +35,7 @@ def test_json_asks_for_onnxruntime_at_its_stage(name, stage):
 def test_json_for_trainers_asks_for_onnxruntime_with_their_defaults(name, stage):
     loaded = json.loads((ROOT / "configs" / name).read_text())
     section = config.section_of(loaded)
-    assert section is not None and section.ortmodule.enabled and not section.memory.model_fields_set
+    assert section is not None and section.engine() == "compile" and not section.memory.model_fields_set
     assert loaded["zero_optimization"]["stage"] == stage and "optimizer" not in loaded
     assert loaded["train_micro_batch_size_per_gpu"] == "auto"
 
@@ -44,7 +44,7 @@ def test_json_for_trainers_asks_for_onnxruntime_with_their_defaults(name, stage)
 def test_what_is_compared_differs_in_its_backend_alone(name, ort):
     loaded = json.loads((ROOT / "configs" / name).read_text())
     section = config.section_of(loaded)
-    assert section.ortmodule.enabled is ort and section.statistics.enabled
+    assert section.engine() == ("compile" if ort else "torch") and section.statistics.enabled
     assert section.statistics.output_dir == f"out/statistics/{'ort' if ort else 'torch'}"
     plain = json.loads((ROOT / "configs" / "zero3.json").read_text())
     assert {**loaded, "ort_zero": None} == {**plain, "ort_zero": None}

@@ -125,7 +125,7 @@ def test_disks_of_the_hosts_own_are_refused_before_training(engine, monkeypatch,
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
     table = {
         "checkpoint": {"use_node_local_storage": local},
-        "ort_zero": {"ortmodule": {"enabled": False}, "checkpoint": {"sharded": sharded}},
+        "ort_zero": {"backend": "torch", "checkpoint": {"sharded": sharded}},
     }
     monkeypatch.setitem(registry.patch_sets, "gathers", PatchSet("gathers", ()))  # DeepSpeed itself is not there
     error, text = (ConfigError, "one folder that all hosts see") if refused else (ValueError, "DeepSpeed takes over")

@@ -1,13 +1,11 @@
-"""One table of levels; whose logger is touched; what an export writes; the summary's form."""
+"""One table of levels; whose logger is touched; the summary's form."""
 
 from __future__ import annotations
 
 import gc
 import io
 import logging
-import os
 import sys
-import threading
 import warnings
 from pathlib import Path
 
@@ -16,7 +14,6 @@ import pytest
 from ort_zero import config, log
 from ort_zero.compat import third_party
 from ort_zero.errors import ConfigError
-from ort_zero.ortmodule.runtime.export.captured_output import CapturedOutput
 from ort_zero.plugin import summary
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -45,19 +42,19 @@ class Engine:
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "all_ranks", "backend", "exporter"),
+    ("name", "number", "all_ranks", "backend"),
     [
-        ("DEBUG", 10, True, 0, "verbose"),
-        ("VERBOSE", 10, True, 0, "verbose"),
-        ("DEVINFO", 15, True, 1, "untouched"),
-        ("INFO", 20, False, 2, "held"),
-        ("WARNING", 30, False, 2, "held"),
-        ("ERROR", 40, False, 3, "held"),
+        ("DEBUG", 10, True, 0),
+        ("VERBOSE", 10, True, 0),
+        ("DEVINFO", 15, True, 1),
+        ("INFO", 20, False, 2),
+        ("WARNING", 30, False, 2),
+        ("ERROR", 40, False, 3),
     ],
 )
-def test_a_level_sets_all_four_sinks(name, number, all_ranks, backend, exporter):
+def test_a_level_sets_all_sinks(name, number, all_ranks, backend):
     level = log.chosen(name)
-    assert (level.number, level.all_ranks, level.backend, level.exporter) == (number, all_ranks, backend, exporter)
+    assert (level.number, level.all_ranks, level.backend) == (number, all_ranks, backend)
     assert log.chosen(name.lower()) is level
 
 
@@ -75,9 +72,9 @@ def test_the_variable_wins_over_the_section(monkeypatch, plain_logger):
 @pytest.mark.parametrize("wrong", ["LOUD", "10", "INFO,DEBUG"])
 def test_an_unknown_level_is_refused_with_the_names(monkeypatch, wrong):
     with pytest.raises(ConfigError) as caught:
-        config.parse({"ortmodule": {"log_level": wrong}})
+        config.parse({"log_level": wrong})
     names = "DEBUG, VERBOSE, DEVINFO, INFO, WARNING, ERROR"
-    assert str(caught.value) == f"ort_zero.ortmodule.log_level: must be one of {names}, got {wrong!r}"
+    assert str(caught.value) == f"ort_zero.log_level: must be one of {names}, got {wrong!r}"
     monkeypatch.setenv(log.VARIABLE, wrong)
     with pytest.raises(ConfigError) as caught:
         log.chosen("INFO")
@@ -177,96 +174,6 @@ def test_silencing_ends_and_gives_way_to_the_user():
         assert len(warnings.filters) == len(before) + 1
 
 
-# -- what the exporter writes ------------------------------------------------------------------------------------------
-
-
-def _say() -> None:
-    print("to stdout")
-    print("to stderr", file=sys.stderr)
-
-
-def test_an_export_that_succeeds_shows_nothing(capsys):
-    output = CapturedOutput(hold=True)
-    before = sys.stdin, sys.stdout, sys.stderr
-    with output.captured():
-        _say()
-    output.drop()
-    assert (sys.stdin, sys.stdout, sys.stderr) == before
-    assert capsys.readouterr() == ("", "")
-    output.replay()
-    assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
-def test_an_export_that_fails_shows_all_where_it_belongs(capsys, error):
-    output = CapturedOutput(hold=True)
-    with pytest.raises(error), output.captured():
-        _say()
-        raise error
-    output.replay()
-    assert capsys.readouterr() == ("to stdout\n", "to stderr\n")
-
-
-def test_the_streams_are_the_very_objects_where_nothing_is_held():
-    before = sys.stdin, sys.stdout, sys.stderr
-    with CapturedOutput(hold=False).captured():
-        assert (sys.stdin, sys.stdout, sys.stderr) == before
-
-
-def test_the_users_own_run_of_the_module_is_not_held(capsys):
-    output = CapturedOutput(hold=True)
-    before = sys.stdout
-    with output.captured():
-        print("held")
-        with output.passed_through():
-            assert sys.stdout is before
-            print("shown")
-        print("held again")
-    output.drop()
-    assert capsys.readouterr().out == "shown\n"
-
-
-def test_other_threads_and_our_own_logger_are_not_held(capsys):
-    output = CapturedOutput(hold=True)
-    log.set_level("INFO")
-    with output.captured():
-        thread = threading.Thread(target=print, args=("from another thread",))
-        thread.start()
-        thread.join()
-        log.get_logger().info("ours")
-    assert capsys.readouterr() == ("from another thread\n", "[ort_zero rank 0] INFO ours\n")
-
-
-def test_descriptors_are_not_redirected(capfd):
-    with CapturedOutput(hold=True).captured():
-        os.write(1, b"native\n")
-        os.write(sys.stderr.fileno(), b"native too\n")
-    assert capfd.readouterr() == ("native\n", "native too\n")
-
-
-def test_who_asks_for_input_gets_the_terminal_back(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("c\n"))
-    output = CapturedOutput(hold=True)
-    with output.captured():
-        print("before the question")
-        assert sys.stdin.readline() == "c\n"
-        print("after it")
-        assert capsys.readouterr().out == "before the question\nafter it\n"
-
-
-def test_what_is_held_lies_in_a_file_until_the_export_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    output = CapturedOutput(hold=True)
-    with output.captured():
-        assert not list(tmp_path.iterdir())
-        print("the last words")
-        (file,) = tmp_path.iterdir()
-        assert file.name.startswith(f"ort_zero-export-rank0-{os.getpid()}-")
-        assert file.read_text() == "the last words\n"
-    output.drop()
-    assert not list(tmp_path.iterdir())
-
-
 # -- the summary -------------------------------------------------------------------------------------------------------
 
 VERSIONS = {"ort_zero": "0.1.0", "torch": "2.13.0+cpu", "deepspeed": "0.19.8", "Python": "3.11.7"}
@@ -274,10 +181,13 @@ PLANS = (("FastGelu+ 8 of 8", "-64 MiB"), ("Dropout+ 2 of 8", "-3 MiB"))
 
 
 def status(**changes):
-    step = {"mode": "training", "steps": {"export": 0.614, "shapes": 0.21, "collectives": 0.04}, "seconds": 1.104}
-    graph = {"nodes": 710, "python_ops": 89, "inputs": 3, "collectives": "52 weights, 28 gathers forward, 26 backward"}
-    return {"module": "GPT2LMHeadModel", "zero_stage": 3, "fallback_reason": None, "in_torch": {},
-            "graphs": {"training": graph}, "transitions": [step], **changes}  # fmt: skip
+    compiled = {
+        "graphs": 6, "dynamo_graphs": 3, "segments": 40, "segments_in_torch": 4, "flop_share": 0.914,
+        "recompilations": ["size 0 of x is 3, was 4"], "failed": {"segment_1f": "result 0 is wrong by 3e-01"},
+    }  # fmt: skip
+    return {"module": "GPT2LMHeadModel", "engine": "compile", "backend": "onnxruntime", "zero_stage": 3, "sessions": 12,
+            "fallback_reason": None, "in_torch": {}, "units": ["h.0", "h.1", "head"], "failures": {},
+            "compiled": compiled, **changes}  # fmt: skip
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -298,46 +208,24 @@ def test_the_columns_are_aligned(width):
 
 
 def test_each_feature_says_on_or_off():
-    section = config.parse({
-        "ortmodule": {"cache_dir": "/c", "exclude": ["*.router"], "fallback": "warn"},
-        "checkpoint": {"async_save": True},
-        "memory_efficient_gradients": True,
-    })  # fmt: skip
-    kept = {"a.router": "asked", "b.router": "asked"}
-    text = summary.table(status(zero_stage=2, in_torch=kept), section, VERSIONS, width=100)
+    section = config.parse({"checkpoint": {"async_save": True}})
+    kept = {"aten.sort": "no ONNX form", "aten.topk": "no ONNX form"}
+    text = summary.table(status(in_torch=kept), section, VERSIONS, width=100)
     states = {line.split("|")[0].strip(): line.split("|")[1].strip() for line in text.splitlines() if "|" in line}
-    assert states["ONNX Runtime"] == "on" and states["ZeRO-3 in the graph"] == "off"
-    assert states["memory-efficient gradients"] == states["export cache"] == states["asynchronous saving"] == "on"
-    assert states["recomputation"] == states["statistics"] == "off"
-    assert states["kept in PyTorch"] == "a.router and 1 more"
-    assert "memory_efficient_gradients: false" in text and 'ortmodule.fallback: "raise"' in text
+    assert states["ONNX Runtime"] == states["asynchronous saving"] == "on" and states["statistics"] == "off"
+    assert states["run by PyTorch"] == "aten.sort and 1 more" and "asynchronous_saving" not in text
+    assert "checkpoint.async_save: false" in text
 
 
-def test_lines_that_keep_a_submodule_in_pytorch_are_shown():
-    kept = {
-        "aten::lstm": "no gradient in ORT",
-        **{f"layers.{i}": f"draws random numbers from numpy.random (/a/model.py:{i} in forward)" for i in range(5)},
-    }
-    text = summary.table(status(in_torch=kept), config.Config(), VERSIONS, width=100)
-    shown = [line for line in text.splitlines() if "numpy.random (/a/model.py:" in line]
-    assert [line.split("|")[0].strip() for line in shown] == ["layers.0", "layers.1", "layers.2"]
-    assert "no gradient in ORT" not in text and "aten::lstm and 5 more" in text
-
-
-def test_recomputation_is_on_where_it_is_asked_for_even_if_nothing_was_found():
-    section = config.parse({"memory": {"recompute": "all"}})
-    text = summary.table(status(), section, VERSIONS)
-    assert 'recomputation              | on      | memory.recompute: "off"' in text
-
-
-def test_a_model_that_fell_back_names_the_reason():
-    text = summary.table(status(fallback_reason="a sparse tensor", graphs={}), config.Config(), VERSIONS)
-    assert "reason" in text and "a sparse tensor" in text and "ONNX Runtime               | off" in text
+def test_units_that_stay_in_pytorch_are_shown_with_the_reason():
+    text = summary.table(status(failures={"h.1": "ExportError: a size in a sort"}), config.Config(), VERSIONS)
+    assert [line for line in text.splitlines() if line.startswith("  h.1")][0].endswith("ExportError: a size in a sort")
+    assert "  segment segment_1f" in text
 
 
 def test_without_onnx_runtime_there_is_a_table_as_well():
-    text = summary.table(None, config.parse({"ortmodule": {"enabled": False}}), VERSIONS)
-    assert "ortmodule.enabled: true" in text and "training graph" not in text
+    text = summary.table(None, config.parse({"backend": "torch"}), VERSIONS)
+    assert 'backend: "auto"' in text and "sharded checkpoints" in text and "segments" not in text
 
 
 class Terminal(io.StringIO):

@@ -28,7 +28,6 @@ from ort_zero.statistics.collect.graph_capture import PLACE, capture, is_capture
 from ort_zero.statistics.collect.module_calls import CallTracker, TensorSlot
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.utils.tree_map import map_arguments, map_slots
-from ort_zero.zero3_hooks.hook_manager import is_paused
 
 _by_root: MutableMapping[Module, SubscribedModel] = WeakIdKeyDictionary()
 running: list[SubscribedModel] = []
@@ -215,13 +214,13 @@ class SubscribedModel:
             if is_captured(module):
                 return capture(module, "input", _slots_in((args, kwargs)))
             here = reference()
-            return None if here is None or is_paused() else here._before(module, args, kwargs)
+            return None if here is None else here._before(module, args, kwargs)
 
         def after(module: Module, args: tuple, kwargs: dict, outputs: Any) -> Any:
             if is_captured(module):
                 return capture(module, "output", _slots_in((outputs,)))
             here = reference()
-            return None if here is None or is_paused() else here._after(module, args, outputs)
+            return None if here is None else here._after(module, args, outputs)
 
         for module in root.modules():
             # run before all other hooks: ZeRO-3's pre-forward hook wraps inputs in an autograd Function, whose output
@@ -304,7 +303,7 @@ def _slots_in(values: tuple) -> list[tuple[str, torch.Tensor]]:
 
 def _forward_ended(reference: weakref.ref, module: Module, args: tuple, outputs: Any) -> None:
     here = reference()
-    if here is not None and not is_paused() and here in running:
+    if here is not None and here in running:
         while running.pop() is not here:
             pass
 

@@ -14,7 +14,6 @@ from ort_zero.statistics.collect import subscribed_model
 from ort_zero.statistics.collect.graph_capture import capture_inspected
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel, running
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
-from ort_zero.zero3_hooks.hook_manager import is_paused
 
 _zero_stages: MutableMapping[Module, int] = WeakIdKeyDictionary()
 _backends: MutableMapping[Module, str] = WeakIdKeyDictionary()
@@ -83,6 +82,6 @@ def inspect_activation(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return inspect_in_trace[-1](name, tensor)
     if torch.compiler.is_dynamo_compiling() and capture_inspected(name, tensor):
         return tensor
-    if is_paused() or not running:
+    if not running:
         return tensor
     return running[-1].inspect(name, tensor)

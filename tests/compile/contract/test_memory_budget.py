@@ -156,9 +156,7 @@ def test_random_numbers_are_not_drawn_again(monkeypatch):
     [
         ({"recompute": "auto"}, "belong together"),
         ({"budget": "60%"}, "belong together"),
-        ({"recompute": "FastGelu+:1:12"}, "belongs to ORTModule"),
-        ({"recompute": "all", "level": 1}, "memory.level: belongs to ORTModule"),
-        ({"checkpointing": "recompute"}, "memory.checkpointing: belongs to ORTModule"),
+        ({"recompute": "FastGelu+:1:12"}, "a plan belongs to onnxruntime-training"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_words(memory, words):
@@ -207,7 +205,5 @@ def test_the_command_plans_what_a_training_then_keeps(tmp_path: Path):
     assert again["attn.c_attn"]["operators"] == {"addmm": 3} and again["attn.c_attn"]["flops_share"] > 0.03
     text = in_folder(tmp_path, *plan, "--budget", "60%").stdout
     assert "budget 60%" in text and "GPT2Block.attn" in text
-    for wrong, named in (("sixty", "--budget: 'sixty' is not a size"), ("--out", 'belongs to "backend": "ortmodule"')):
-        words = ["--out", "plan.json"] if wrong == "--out" else ["--budget", wrong]
-        done = in_folder(tmp_path, *plan, *words)
-        assert done.returncode == 2 and named in done.stderr, done.stderr
+    done = in_folder(tmp_path, *plan, "--budget", "sixty")
+    assert done.returncode == 2 and "--budget: 'sixty' is not a size" in done.stderr, done.stderr

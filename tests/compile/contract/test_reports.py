@@ -114,26 +114,15 @@ def test_models_of_segments_are_saved(tmp_path: Path):
 @pytest.mark.parametrize(
     "section, message",
     [
-        ({"ortmodule": {"fuse_loss": "on"}}, "ort_zero.ortmodule.fuse_loss: a key of ORTModule"),
-        ({"memory": {"recompute": "Gelu+:1:2"}}, "memory.recompute: belongs to ORTModule"),
+        ({"ortmodule": {"fuse_loss": "on"}}, "ort_zero.ortmodule: there is no such key any more"),
+        ({"memory": {"recompute": "Gelu+:1:2"}}, "memory.recompute: a plan belongs to onnxruntime-training"),
         ({"compile": {"plaec": "ort"}}, 'did you mean "place"'),
         ({"exclude": ["nothing.*"]}, "matches no module"),
-        ({"exclude": ["a"], "ortmodule": {"exclude": ["b"]}}, 'below "ortmodule"; keep one of them'),
     ],
 )
 def test_foreign_and_misspelt_keys_are_refused(section: dict, message: str):
     with pytest.raises(ConfigError, match=message.replace(".", r"\.").replace("*", r"\*")):
         ort_zero.wrap(torch.nn.Linear(2, 2), backend="compile", **section)
-
-
-def test_shared_options_have_one_place_and_the_old_spelling():
-    from ort_zero import config
-
-    new = config.parse({"exclude": ["a"], "fallback": "warn", "log_level": "ERROR"})
-    old = config.parse({"ortmodule": {"exclude": ["a"], "fallback": "warn", "log_level": "ERROR"}})
-    for parsed in (new, old):
-        assert (parsed.exclude, parsed.fallback, parsed.log_level) == (["a"], "warn", "ERROR")
-        assert (parsed.ortmodule.exclude, parsed.ortmodule.fallback) == (["a"], "warn")
 
 
 def test_an_excluded_submodule_runs_in_pytorch_within_its_unit():
