@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +30,10 @@ class Figure:
 FIGURES = (
     Figure("step_seconds", "seconds", "Mean wall time of an optimizer step since the previous figures."),
     Figure("graphs", "", "Graphs that are kept."),
-    Figure("exports", "", "Exports of the model to ONNX.", only_grows=True),
-    Figure("build_seconds", "seconds", "Time spent on exporting and building graphs.", only_grows=True),
-    Figure("fallbacks", "", "Models that PyTorch runs because an export failed."),
-    Figure("parts_in_torch", "", "Operators and submodules that PyTorch runs inside of the graph."),
+    Figure("fallbacks", "", "Units and models that PyTorch runs because they could not be compiled."),
+    Figure("parts_in_torch", "", "Operators that PyTorch runs inside of graphs."),
     Figure("forward_runs", "", "Forwards that ONNX Runtime has run.", only_grows=True),
     Figure("backward_runs", "", "Backwards that ONNX Runtime has run.", only_grows=True),
-    Figure("gathers", "", "Gathers of partitioned weights.", only_grows=True),
-    Figure("gathered_elements", "elements", "Elements of the weights that were gathered.", only_grows=True),
-    Figure("reduces", "", "Gradients that left a graph to be reduced.", only_grows=True),
     Figure("saves", "", "Checkpoints that this rank has begun to save.", only_grows=True),
     Figure("save_seconds", "seconds", "Time for which training has waited for saves.", only_grows=True),
     Figure("resident_bytes", "bytes", "Resident memory of the process."),
@@ -62,31 +57,16 @@ def figures_of(status: Mapping[str, Any] | None, saves: Saves, step_seconds: flo
         saves: saves of the model's engine.
         step_seconds: mean wall time of the last steps, in seconds.
     """
-    if status is not None and status.get("engine") == "compile":
-        return _ordered(_compiled(status) | _common(saves, step_seconds))
-    graphs: Iterable[Mapping[str, Any]] = (status or {}).get("graphs", {}).values()
-    graphs = [*graphs]
-    values = {name: sum(graph[name] for graph in graphs) for name in
-             ("exports", "gathers", "gathered_elements", "reduces")}  # fmt: skip
-    values |= {
-        "graphs": sum(graph["kept"] for graph in graphs),
-        "build_seconds": sum(done["seconds"] for done in (status or {}).get("transitions", ())),
-        "fallbacks": (status or {}).get("fallbacks", 0),
-        "parts_in_torch": len((status or {}).get("in_torch", ())),
-        "forward_runs": sum(graph["runs"].get("forward", 0) for graph in graphs),
-        "backward_runs": sum(graph["runs"].get("backward", 0) for graph in graphs),
-    }
-    return _ordered(values | _common(saves, step_seconds))
+    return _ordered(_graphs(status or {}) | _common(saves, step_seconds))
 
 
-def _compiled(status: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of a model of the compile backend; DeepSpeed makes its gathers and reduces."""
-    compiled, runs = status["compiled"], status["graph_runs"]
+def _graphs(status: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of a model's graphs; DeepSpeed makes the gathers and reduces."""
+    graphs, runs = status.get("compiled", {}).get("graphs", 0), status.get("graph_runs", {})
     return {
-        "graphs": compiled["graphs"],
-        "exports": compiled["graphs"],
-        "fallbacks": status["fallbacks"],
-        "parts_in_torch": len(status["in_torch"]),
+        "graphs": graphs,
+        "fallbacks": status.get("fallbacks", 0),
+        "parts_in_torch": len(status.get("in_torch", ())),
         "forward_runs": runs.get("forward", 0),
         "backward_runs": runs.get("backward", 0),
     }

@@ -20,7 +20,7 @@ _INTRODUCTION = """\
 
 Find the row of your versions; the columns from `plain` to `accelerate` are groups of tests, with the compile backend.
 Each row is an environment of its own, on CPUs, and each number is the count of tests of this repository that passed
-there. [The older engine](ortmodule-compatibility.md#versions) has a table of its own.
+there.
 
 - The rows have the tests that another version of a dependency can make fail (`tests/versions/steps.py`). All tests run
   with the pinned versions in `make test`.
