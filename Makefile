@@ -1,5 +1,5 @@
 # Works from any clone: everything lives in .venv; `make help` lists the targets.
-# .venv has plain onnxruntime; .venv/ortmodule, an environment of its own, has onnxruntime-training for the old engine.
+# .venv has plain onnxruntime; .venv/ortmodule, an environment of its own, has onnxruntime-training.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 QUIET := $(if $(wildcard /dev/nvidia0 /dev/kfd /dev/dri /dev/accel),,DS_ACCELERATOR=cpu)
 RUFF := .ci/ruff.toml
 PYTEST := $(BIN)/python -m pytest
-OLD_PYTEST := $(ORTMODULE_BIN)/python -m pytest
+ORTMODULE_PYTEST := $(ORTMODULE_BIN)/python -m pytest
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 # two launches of ranks side by side: while one waits, imports in a single process or exports, the other has the cores
 RANKS := -n 2 --dist loadfile
@@ -76,7 +76,7 @@ ortmodule: $(ORTMODULE_READY) ## Make .venv/ortmodule with onnxruntime-training 
 
 $(ORTMODULE_READY): setup.cfg .ci/constraints.txt
 	@[ -n "$(ORTMODULE_PYTHON)" ] && $(ORTMODULE_PYTHON) -c '$(IS_OLD)' 2>/dev/null || \
-	  { echo "error: the old engine needs Python 3.10 or 3.11, and $(or $(ORTMODULE_PYTHON),none of $(PYTHON) python3.11 python3.10) is one: apt-get install python3.11, then: make ORTMODULE_PYTHON=python3.11 $(or $(MAKECMDGOALS),ortmodule)" >&2; exit 1; }
+	  { echo "error: onnxruntime-training needs Python 3.10 or 3.11, and $(or $(ORTMODULE_PYTHON),none of $(PYTHON) python3.11 python3.10) is one: apt-get install python3.11, then: make ORTMODULE_PYTHON=python3.11 $(or $(MAKECMDGOALS),ortmodule)" >&2; exit 1; }
 	$(call can_make_environments,$(ORTMODULE_PYTHON))
 	$(call needs_compiler,$(ORTMODULE_PYTHON))
 	@mkdir -p $(VENV)
@@ -133,18 +133,14 @@ test-fast: $(TESTS_READY) ## Run the unit tests of what needs no torch, in less 
 	$(PYTEST) -m "not slow" --without-torch $(PARALLEL) tests/unit
 
 .PHONY: test-ortmodule
-test-ortmodule: $(ORTMODULE_READY) ## Run every test of the engine of onnxruntime-training but the slow ones (half an hour)
-	$(OLD_PYTEST) -m "not slow" $(PARALLEL) tests/ortmodule/unit tests/ortmodule/contract; one=$$?; \
-	$(OLD_PYTEST) -m "not slow" $(RANKS) tests/ortmodule/dist && exit $$one
-
-.PHONY: test-smoke
-test-smoke: $(ORTMODULE_READY) ## Run a few tests of the engine of onnxruntime-training (5 minutes)
-	$(OLD_PYTEST) -m smoke $(RANKS) tests/ortmodule
+test-ortmodule: $(ORTMODULE_READY) ## Run every test of the engine of onnxruntime-training but the slow ones (six minutes)
+	$(ORTMODULE_PYTEST) -m "not slow" $(PARALLEL) tests/ortmodule/unit tests/ortmodule/contract; one=$$?; \
+	$(ORTMODULE_PYTEST) -m "not slow" $(RANKS) tests/ortmodule/dist && exit $$one
 
 .PHONY: test-slow
 test-slow: compiler $(TESTS_READY) $(ORTMODULE_READY) ## Run the tests that take minutes
 	$(PYTEST) -m slow --timeout 1800 $(RANKS) $(ONE_PROCESS) $(SEVERAL_RANKS); one=$$?; \
-	$(OLD_PYTEST) -m slow --timeout 1800 $(RANKS) tests/ortmodule && exit $$one
+	$(ORTMODULE_PYTEST) -m slow --timeout 1800 $(RANKS) tests/ortmodule && exit $$one
 
 .PHONY: test-all
 test-all: browser ## Run all of these: test, test-ortmodule, test-slow
@@ -168,13 +164,9 @@ $(CLIENTS_READY): $(TESTS_READY) setup.cfg .ci/constraints.txt
 test-clients: $(CLIENTS_READY) ## Run programs of other libraries in PyTorch and in ORT, 2 ranks; writes docs/programs.md
 	$(CLIENTS)/bin/python -m pytest -m clients $(RANKS) tests/clients
 
-# what an earlier run has exported must not be what is measured
-bench: export ORT_ZERO_EXPORT_CACHE := 0
-bench: export ORT_ZERO_BACKEND := ortmodule
-
 .PHONY: bench
-bench: $(ORTMODULE_READY) ## Run the benchmarks that the old engine has, with it
-	@for file in $(filter-out benchmarks/zoo_models.py benchmarks/model_zoo.py benchmarks/training_models.py benchmarks/bench_check.py benchmarks/soak.py benchmarks/soak_training.py benchmarks/settled_memory.py benchmarks/compile_growth.py benchmarks/first_step.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(ORTMODULE_BIN)/python $$file || echo "$$file: exit status $$?"; done
+bench: $(TESTS_READY) ## Run the benchmarks that need no options
+	@for file in $(filter-out benchmarks/zoo_models.py benchmarks/model_zoo.py benchmarks/training_models.py benchmarks/bench_check.py benchmarks/soak.py benchmarks/soak_training.py benchmarks/settled_memory.py benchmarks/compile_growth.py benchmarks/first_step.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || echo "$$file: exit status $$?"; done
 
 .PHONY: bench-check
 bench-check: compiler $(TESTS_READY) ## Hold the step's ratios to PyTorch against benchmarks/ratios.json; fails when one is lost

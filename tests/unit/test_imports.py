@@ -105,7 +105,7 @@ ALLOWED: dict[str, set[str]] = {
                               "masking", "utils"},
     "checkpoint": {"checkpoint.aggregation", "checkpoint.conversions", "checkpoint.inspection", "checkpoint.loads",
                    "checkpoint.saves", "utils"},
-    # models in ONNX Runtime: what a backend offers, what is in place, and the frozen engine of onnxruntime-training
+    # models in ONNX Runtime: what a backend offers, and what is in place
     "backends.interface": {"config"},
     "backends.registry": {"compat", "utils"},
     "ortmodule": {"backends.interface", "backends.registry", "compat", "config", "distributed", "env", "errors", "log",
@@ -122,8 +122,7 @@ ALLOWED: dict[str, set[str]] = {
                "metrics", "profiling", "statistics.collect", "utils", "zero3_hooks"},
     "doctor": {"__init__", "backends", "compat", "env", "masking", "utils"},
     "doctor_ranks": {"__init__", "backends", "compat", "distributed"},
-    "__init__": {"ortmodule", "plugin", "utils"},
-    "graph": {"ortmodule"},
+    "__init__": {"plugin", "utils"},
     "hooks": {"statistics.collect", "statistics.compare", "utils"},
     "cli": {"__init__", "backends", "backends.interface", "checkpoint.aggregation", "checkpoint.conversions",
             "checkpoint.files", "checkpoint.inspection", "compat", "distributed", "doctor", "doctor_ranks", "env",
@@ -342,14 +341,14 @@ offload.dp_process_group
     assert sorted({line for line, _ in private_attributes(ast.parse(code), own)}) == list(range(6, 15))
     code = (
         "from ort_zero import env, enable\nimport ort_zero.cli.main\nfrom . import patches\n"
-        "from ..ortmodule.runtime import runtime\nHOMES = {'x': 'ort_zero.statistics.rows'}\n"
+        "from ..ortmodule.graphs import sizes\nHOMES = {'x': 'ort_zero.statistics.rows'}\n"
     )
     found = [name for _, name in imported_modules(ast.parse(code), "ort_zero.zero3_hooks.subscriber")]
     assert set(found) == {
         "ort_zero.env", "ort_zero", "ort_zero.cli.main", "ort_zero.zero3_hooks.patches",
-        "ort_zero.ortmodule.runtime.runtime", "ort_zero.statistics.rows",
+        "ort_zero.ortmodule.graphs.sizes", "ort_zero.statistics.rows",
     }  # fmt: skip
-    assert [package_of(f"ort_zero{name}") for name in ("", ".ortmodule.backend", ".ortmodule.runtime.runtime")] == [
+    assert [package_of(f"ort_zero{name}") for name in ("", ".ortmodule.backend", ".ortmodule.graphs.sizes")] == [
         "__init__", "ortmodule.backend", "ortmodule",
     ]  # fmt: skip
     assert cycle_in({"a": ["b"], "b": ["c"], "c": []}) == []
@@ -364,7 +363,8 @@ offload.dp_process_group
         "ort_zero.hooks",
         "ort_zero.plugin",
         "ort_zero.cli.main",
-        "ort_zero.ortmodule.compat.extensions",
+        "ort_zero.ortmodule.backend",
+        "ort_zero.compile.backend",
     ],
 )
 def test_import_is_light(module):

@@ -13,41 +13,38 @@ from ort_zero.metrics.figures import FIGURES, Saves, figures_of
 from ort_zero.metrics.formats import prometheus_text
 from ort_zero.metrics.writer import MetricsWriter, path_of_rank
 
-GRAPH = {"exports": 1, "kept": 1, "gathers": 5, "gathered_elements": 70, "reduces": 3,
-         "runs": {"forward": 4, "backward": 4}}  # fmt: skip
 STATUS = {
-    "graphs": {"training": GRAPH, "inference": {**GRAPH, "reduces": 0, "runs": {"forward": 2}}},
-    "transitions": [{"seconds": 1.5}, {"seconds": 0.25}],
+    "compiled": {"graphs": 2},
+    "graph_runs": {"forward": 6, "backward": 4},
     "fallbacks": 0,
     "in_torch": {"aten::sort": "why"},
 }
 
 
-def test_figures_add_up_what_the_graphs_of_a_model_did():
+def test_figures_are_what_the_graphs_of_a_model_did():
     found = figures_of(STATUS, Saves(2, 0.5), 0.1)
     assert list(found) == [figure.name for figure in FIGURES]
     assert found.pop("resident_bytes") > 1 << 20 and found.pop("peak_resident_bytes") > 1 << 20
     assert found == {
-        "step_seconds": 0.1, "graphs": 2, "exports": 2, "build_seconds": 1.75, "fallbacks": 0, "parts_in_torch": 1,
-        "forward_runs": 6, "backward_runs": 4, "gathers": 10, "gathered_elements": 140, "reduces": 3, "saves": 2,
-        "save_seconds": 0.5,
+        "step_seconds": 0.1, "graphs": 2, "fallbacks": 0, "parts_in_torch": 1, "forward_runs": 6, "backward_runs": 4,
+        "saves": 2, "save_seconds": 0.5,
     }  # fmt: skip
 
 
 def test_a_model_in_pytorch_has_no_graphs():
     found = figures_of(None, Saves(), 0.1)
-    assert found["exports"] == found["forward_runs"] == found["fallbacks"] == 0
+    assert found["graphs"] == found["forward_runs"] == found["fallbacks"] == 0
 
 
 def test_the_text_for_prometheus_has_a_line_for_each_figure():
-    text = prometheus_text({"exports": 2, "step_seconds": 0.25}, 20, {"rank": 3, "host": 'a"b\\c'})
+    text = prometheus_text({"saves": 2, "step_seconds": 0.25}, 20, {"rank": 3, "host": 'a"b\\c'})
     assert text == (
         "# HELP ort_zero_step Optimizer steps so far.\n# TYPE ort_zero_step gauge\n"
         'ort_zero_step{rank="3",host="a\\"b\\\\c"} 20\n'
         "# HELP ort_zero_step_seconds Mean wall time of an optimizer step since the previous figures.\n"
         '# TYPE ort_zero_step_seconds gauge\nort_zero_step_seconds{rank="3",host="a\\"b\\\\c"} 0.25\n'
-        "# HELP ort_zero_exports_total Exports of the model to ONNX.\n"
-        '# TYPE ort_zero_exports_total counter\nort_zero_exports_total{rank="3",host="a\\"b\\\\c"} 2\n'
+        "# HELP ort_zero_saves_total Checkpoints that this rank has begun to save.\n"
+        '# TYPE ort_zero_saves_total counter\nort_zero_saves_total{rank="3",host="a\\"b\\\\c"} 2\n'
     )
 
 
@@ -76,7 +73,7 @@ def test_a_line_is_written_every_few_optimizer_steps(tmp_path, clock):
     assert [line["step"] for line in found] == [5, 10]
     assert [line["step_seconds"] for line in found] == [0.9, 1.0]
     assert found[0]["rank"] == 0 and found[0]["model"] == "Net" and found[0]["time"].endswith("+00:00")
-    assert ("ort_zero/exports", 2, 10) in events and len(events) == 2 * len(FIGURES)
+    assert ("ort_zero/graphs", 2, 10) in events and len(events) == 2 * len(FIGURES)
 
 
 def test_the_file_of_prometheus_holds_the_newest_only(tmp_path):

@@ -12,7 +12,6 @@ from older_versions import older
 from ort_zero.cli import main as cli
 from ort_zero.compat import deepspeed_collectives
 from ort_zero.compat.torch_profiler import OperatorProfiler
-from ort_zero.ortmodule.compat.ortmodule import profiles
 from ort_zero.profiling import operator_groups, picture, profile_table
 from ort_zero.profiling.breakdown import (
     EXECUTOR,
@@ -94,23 +93,6 @@ def test_ranges_cost_nothing_and_are_not_there_while_nobody_profiles():
         with named_range(named_ranges.STEP):
             torch.ones(2).cos()
     assert not any(event.name.startswith(named_ranges.PREFIX) for event in profiler.events())
-
-
-def test_nodes_of_bodies_are_part_of_the_node_with_the_body(tmp_path):
-    def event(name, ts, dur, op=None):
-        args = {"op_name": op} if op else {}
-        return {"cat": "Node" if op else "Session", "name": name, "ts": ts, "dur": dur, "args": args}
-
-    run = "SequentialExecutor::Execute"
-    events = [
-        event("model_loading_array", 0, 9), event("a_kernel_time", 11, 30, "Add"), event("a_fence_after", 41, 0, "Add"),
-        event("loop_kernel_time", 42, 50, "Loop"), event(run, 44, 40), event("b_kernel_time", 50, 20, "Mul"),
-        event(run, 10, 90), event("c_kernel_time", 92, 5, "Sub"), event(run, 200, 20),
-        event("d_kernel_time", 205, 10, "Add"),
-    ]  # fmt: skip
-    (tmp_path / "profile.json").write_text(json.dumps(events))
-    first, second = profiles.runs_in(tmp_path / "profile.json")
-    assert first == [("Add", 30e-6), ("Loop", 50e-6), ("Sub", 5e-6)] and second == [("Add", 10e-6)]
 
 
 LATER_OPERATORS = {"aten::_safe_softmax", "aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"}
