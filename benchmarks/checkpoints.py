@@ -48,7 +48,7 @@ def make_engine(stage: int, precision: str, millions: int, hidden: int) -> Any:
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "zero_optimization": {"stage": stage},
-        "ort_zero": {"ortmodule": {"enabled": False}, "checkpoint": {"sharded": False}},
+        "ort_zero": {"backend": "torch", "checkpoint": {"sharded": False}},
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}

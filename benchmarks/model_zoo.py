@@ -2,9 +2,8 @@
 
 Each architecture has its own process: a crash or an endless export costs only its own line. There the model takes a
 few steps in PyTorch, a second copy takes the same steps in ORT, and the losses of every step and the gradients of the
-last one are compared. Without ``--only`` and ``--kind`` the result is written to ``docs/compatibility.md``, or with
-``--engine ortmodule`` to ``docs/ortmodule-compatibility.md``. ``--zero3`` writes the document's second table, from real
-DeepSpeed engines on two ranks.
+last one are compared. Without ``--only`` and ``--kind`` the result of the compile backend is written to
+``docs/compatibility.md``. ``--zero3`` writes the document's second table, from real DeepSpeed engines on two ranks.
 
     python benchmarks/model_zoo.py                        # all of them, one process after another
     python benchmarks/model_zoo.py --only bert,llama      # these
@@ -34,8 +33,7 @@ import torch
 import zoo_models
 from torch.utils import _pytree
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-DOCUMENTS = {"compile": DOCS / "compatibility.md", "ortmodule": DOCS / "ortmodule-compatibility.md"}
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs/compatibility.md"
 STEPS = 4
 LEARNING_RATE = 1e-2
 MOMENTUM = 0.9
@@ -153,26 +151,17 @@ def differing_gradients(
 
 def wrong_runs(status: Row, steps: int) -> str | None:
     """Return what in the status of ort_zero shows that ORT did not run all steps, None if it did."""
-    if status["engine"] == "compile":
-        if status["fallbacks"]:
-            return shorten(f"not compiled: {status['failures']}")
-        if not status["compiled"]["flop_share"]:
-            return None  # nothing for ONNX Runtime; the row says so
-        runs = status["graph_runs"]
-        return None if min(runs.get("forward", 0), runs.get("backward", 0)) >= steps else f"graphs ran {runs}"
-    if status["backend"] != "onnxruntime":
-        return f"ran in {status['backend']}"
-    if "submodules" in status:  # PyTorch runs the model's own code, and one step may call a submodule several times
-        called = {path: part for path, part in status["submodules"].items() if part["backend"] != "not called yet"}
-        for path, part in called.items():
-            runs = part["graphs"].get("training", {}).get("runs", {})
-            if not runs or runs["forward"] != runs["backward"] or runs["forward"] % steps:
-                return f"ORT ran {path} {runs} times in {steps} steps"
-        return None if called else "ran in PyTorch"
-    graph = status["graphs"].get("training", {})
-    if graph.get("runs") != {"forward": steps, "backward": steps}:
-        return f"ORT ran {graph.get('runs')} instead of {steps} steps"
-    return None
+    if status["fallbacks"]:
+        return shorten(f"not compiled: {status['failures']}")
+    if not ran_in_ort(status):
+        return None  # nothing for ONNX Runtime; the row says so
+    runs = status["graph_runs"]
+    return None if min(runs.get("forward", 0), runs.get("backward", 0)) >= steps else f"graphs ran {runs}"
+
+
+def ran_in_ort(status: Row) -> bool:
+    """Return True if ONNX Runtime ran a part of the model."""
+    return bool(status["compiled"]["flop_share"]) if status["engine"] == "compile" else bool(status["units"])
 
 
 def wrong_evaluation(reference: list[torch.Tensor], results: list[torch.Tensor]) -> str | None:
@@ -186,20 +175,6 @@ def wrong_evaluation(reference: list[torch.Tensor], results: list[torch.Tensor])
         if expected.numel() and not difference <= bound:
             return f"result {i} of an evaluation differs by {difference:.0e} in the mean"
     return None
-
-
-def evaluation_exports(status: Row) -> str:
-    """Return whether the graphs for evaluation share the exports of the training graphs, or why not."""
-    shared, own = 0, []
-    for done in status["transitions"]:
-        if done["mode"] == "inference" and done["transition"] == "export":
-            if "shared export" in done["steps"]:
-                shared += 1
-            else:
-                own.append(str(done["shared_export"] or "no: nothing to compare").partition(": ")[2])
-    if not own:
-        return "shared" if shared else ""
-    return (f"{shared} of {shared + len(own)} shared; " if shared else "") + f"own: {shorten(own[0])}"
 
 
 def missing_gradients(reference: Iterable[str], gradients: Iterable[str]) -> str | None:
@@ -272,22 +247,12 @@ def compare(
         "gradient_differences": apart[:5],
         "in_torch": status.get("in_torch") or {},
     }
-    if engine == "compile":
-        return row | compiled_figures(status)
-    graph = status["graphs"].get("training", {})
-    return {
-        **row,
-        "export_seconds": graph.get("seconds"),
-        "nodes": graph.get("nodes"),
-        "python_ops": graph.get("python_ops"),
-        "evaluation": evaluation_exports(ort_zero.status()["models"][-1]),
-    }
+    return row | (compiled_figures(status) if engine == "compile" else {})
 
 
 def worked(status: Row) -> str:
     """Return the result of a model that is as in PyTorch."""
-    in_ort = status["engine"] != "compile" or status["compiled"]["flop_share"]
-    return "works" if in_ort else "works, all in PyTorch"
+    return "works" if ran_in_ort(status) else "works, all in PyTorch"
 
 
 def compiled_figures(status: Row) -> Row:
@@ -404,7 +369,6 @@ def zero3(name: str, engine: str) -> Row:
     if engine == "compile":
         section["compile"] = {"place": "ort"}
     ours, status = zero3_side(name, section)
-    graph = status["graphs"].get("training", {})
     cause = wrong_runs(status, STEPS) or differing_losses(losses, ours)
     again, other = zero3_side(name, section, stage3_max_reuse_distance=0)
     other_cause = wrong_runs(other, STEPS) or differing_losses(losses, again)
@@ -414,9 +378,6 @@ def zero3(name: str, engine: str) -> Row:
         "works": cause is None,
         "result": cause or worked(status),
         "losses": {"torch": losses, "onnxruntime": ours},
-        "nodes": graph.get("nodes"),
-        "collectives": graph.get("collectives"),
-        "collectives_without_reuse": other["graphs"].get("training", {}).get("collectives"),
         "in_torch": status.get("in_torch") or {},
         **(compiled_figures(status) if engine == "compile" else {}),
     }
@@ -449,9 +410,7 @@ def rank_failure(report: str) -> Row:
 def kept_in_torch(row: Row) -> str:
     """Return what of the graph runs in PyTorch."""
     kept = row.get("in_torch") or {}
-    if kept:
-        return "; ".join(f"{place}: {shorten(reason)}" for place, reason in sorted(kept.items()))
-    return f"{row['python_ops']} PythonOps" if row.get("python_ops") else ""
+    return "; ".join(f"{place}: {shorten(reason)}" for place, reason in sorted(kept.items()))
 
 
 def cell(text: Any) -> str:
@@ -465,15 +424,14 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> list[str]:
     return ["| " + " | ".join(cell(value) for value in line) + " |" for line in lines]
 
 
-def versions(engine: str) -> str:
+def versions() -> str:
     """Return the versions that the results hold for."""
-    runtime = "onnxruntime" if engine == "compile" else "onnxruntime-training"
-    packages = ("torch", "transformers", runtime, "deepspeed")
+    packages = ("torch", "transformers", "onnxruntime", "deepspeed")
     found = [f"{package} {importlib.metadata.version(package)}" for package in packages]
     return ", ".join([f"Python {'.'.join(platform.python_version_tuple()[:2])}", *found])
 
 
-def zoo_section(rows: list[Row], engine: str) -> str:
+def zoo_section(rows: list[Row]) -> str:
     """Return the document up to the part about ZeRO-3."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     summary = []
@@ -482,67 +440,29 @@ def zoo_section(rows: list[Row], engine: str) -> str:
         summary.append((kind, f"{sum(row['works'] for row in of_kind)} of {len(of_kind)}"))
     summary.append(("all", f"{sum(row['works'] for row in rows)} of {len(rows)}"))
     lines = [
-        "# Compatibility" if engine == "compile" else "# Compatibility of the engine of onnxruntime-training",
+        "# Compatibility",
         "",
-        f"Written by `{command(engine)}`; do not edit.",
+        f"Written by `python benchmarks/model_zoo.py`; do not edit.",
         "",
-        f"{versions(engine)}; CPU.",
+        f"{versions()}; CPU.",
         "",
-        f"Look your model up in the second table. To check an architecture again, run `{command(engine)} --only NAME`.",
+        f"Look your model up in the second table. To check an architecture again, run `python benchmarks/model_zoo.py --only NAME`.",
         "",
         f"Each small model with random weights takes {STEPS} training steps in PyTorch and in ONNX Runtime. It works"
         " if:",
         "",
         "- every unit was compiled, and its graphs ran in every step (PyTorch runs torch's RNNs, which Dynamo does"
-        " not trace);"
-        if engine == "compile"
-        else "- ONNX Runtime ran every forward and backward;",
+        " not trace);",
         f"- the losses of all steps differ by {TOLERANCE:g} at most;",
         "- in the last step the same parameters have gradients, and each gradient differs by"
         f" {GRADIENT_TOLERANCE:.0%} of its size at most;",
         f"- each result of an evaluation after these steps differs by {EVALUATION_TOLERANCE:.1%} of its size at most.",
         "",
-        *(about_shared_exports(rows) if engine == "ortmodule" else ()),
         *table(("kind", "works"), summary),
         "",
-        *(compiled_table(rows) if engine == "compile" else ortmodule_table(rows)),
+        *compiled_table(rows),
     ]
     return "\n".join(lines) + "\n"
-
-
-def command(engine: str) -> str:
-    """Return the command that writes the document of an engine."""
-    return "python benchmarks/model_zoo.py" + ("" if engine == "compile" else f" --engine {engine}")
-
-
-def about_shared_exports(rows: list[Row]) -> tuple[str, ...]:
-    """Return the lines about the last column of :func:`ortmodule_table`."""
-    shared = sum(str(row.get("evaluation")).startswith("shared") for row in rows)
-    text = "The last column says `shared` if the evaluation uses the export of the training graph"
-    return f"{text}: {shared} of {len(rows)}.", ""
-
-
-def ortmodule_table(rows: list[Row]) -> list[str]:
-    """Return the lines of the table of ORTModule's graphs."""
-    return table(
-        ("architecture", "kind", "result", "in PyTorch inside the graph", "nodes", "export for evaluation"),
-        (
-            (row["name"], row["kind"], row["result"], kept_in_torch(row), row.get("nodes"), row.get("evaluation"))
-            for row in rows
-        ),
-    )
-
-
-def ortmodule_zero3_table(rows: list[Row]) -> list[str]:
-    """Return the lines of the table of ORTModule's graphs under ZeRO-3."""
-    return table(
-        ("architecture", "kind", "result", "weights", "reuse distance 0", "in PyTorch inside the graph", "nodes"),
-        (
-            (row["name"], row["kind"], row["result"], row.get("collectives"),
-             str(row.get("collectives_without_reuse") or "").partition(", ")[2], kept_in_torch(row), row.get("nodes"))
-            for row in rows
-        ),
-    )  # fmt: skip
 
 
 def compiled_table(rows: list[Row]) -> list[str]:
@@ -559,36 +479,36 @@ def compiled_table(rows: list[Row]) -> list[str]:
     )  # fmt: skip
 
 
-def zero3_section(rows: list[Row], engine: str) -> str:
+def zero3_section(rows: list[Row]) -> str:
     """Return the part of the document about ZeRO-3."""
     lines = [
         ZERO3_HEADING,
         "",
-        f"Written by `{command(engine)} --zero3`; do not edit.",
+        f"Written by `python benchmarks/model_zoo.py --zero3`; do not edit.",
         "",
-        f"{versions(engine)}; CPU.",
+        f"{versions()}; CPU.",
         "",
         "A sample on two ranks, with `stage3_param_persistence_threshold` 0: DeepSpeed without the section, and with",
-        f'`"ort_zero": {{"backend": "{engine}"}}`. A model works if ONNX Runtime ran every forward and backward,',
+        '`"ort_zero": {"backend": "compile"}`. A model works if ONNX Runtime ran every forward and backward,',
         f"and the losses of all {STEPS} steps differ by {TOLERANCE:g} at most. Each model runs twice: with DeepSpeed's",
         "defaults (weights stay whole until their next use), and with `stage3_max_reuse_distance` 0.",
         "",
         f"{sum(row['works'] for row in rows)} of {len(rows)} work.",
         "",
-        *(compiled_table(rows) if engine == "compile" else ortmodule_zero3_table(rows)),
+        *compiled_table(rows),
     ]
     return "\n".join(lines) + "\n"
 
 
-def write(path: Path, rows: list[Row], engine: str, *, is_zero3: bool) -> None:
+def write(path: Path, rows: list[Row], *, is_zero3: bool) -> None:
     """Write one part of the document and keep the other one."""
     old = path.read_text() if path.exists() else ""
     old, mark, versions = old.partition("<!-- versions")  # written by tests/versions/matrix.py
     zoo, heading, rest = old.partition(ZERO3_HEADING)
     if is_zero3:
-        rest = zero3_section(rows, engine)
+        rest = zero3_section(rows)
     else:
-        zoo, rest = zoo_section(rows, engine), heading + rest
+        zoo, rest = zoo_section(rows), heading + rest
     path.write_text("\n".join(part.rstrip() + "\n" for part in (zoo, rest, mark + versions) if part.strip()))
 
 
@@ -634,11 +554,8 @@ def spawn_one(spec: zoo_models.Spec, args: argparse.Namespace) -> Row:
 
 def describe(row: Row) -> str:
     """Return the row as a line for a terminal."""
-    extra = [f"{row['nodes']} nodes"] if row.get("nodes") else []
-    extra += [f"{100 * row['share']:.0f} % in ONNX Runtime"] if row.get("share") else []
+    extra = [f"{100 * row['share']:.0f} % in ONNX Runtime"] if row.get("share") else []
     extra += [f"{len(row['breaks'])} breaks"] if row.get("breaks") else []
-    if row.get("export_seconds"):
-        extra.append(f"export {row['export_seconds']:.1f} s")
     if kept_in_torch(row):
         extra.append(f"in PyTorch: {kept_in_torch(row)}")
     return f"{row['name']:<36} {row['result']}" + (f"  ({', '.join(extra)})" if extra else "")
@@ -650,12 +567,12 @@ def main() -> int:
     parser.add_argument("--only", metavar="NAME[,NAME...]", help="these architectures")
     parser.add_argument("--kind", help="the architectures of this kind")
     parser.add_argument("--side", choices=("torch", "both"), default="both", help="torch: only the reference")
-    parser.add_argument("--engine", choices=tuple(DOCUMENTS), default="compile")
+    parser.add_argument("--engine", choices=("compile", "ortmodule"), default="compile")
     parser.add_argument("--zero3", action="store_true", help="run the sample under ZeRO-3 on two ranks instead")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one architecture (default: 240)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON for each architecture")
     parser.add_argument(
-        "--output", type=Path, help="document to write (default: the engine's in docs, after a run of all only)"
+        "--output", type=Path, help="document to write (default: docs/compatibility.md, after a run of all only)"
     )
     parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -663,9 +580,9 @@ def main() -> int:
         return child(args.one, args.side, args.engine)
     rows = list(results(chosen(args), args))
     all_ran = not args.only and not args.kind and args.side == "both"
-    output = args.output or (DOCUMENTS[args.engine] if all_ran else None)
+    output = args.output or (DOCUMENT if all_ran and args.engine == "compile" else None)
     if output is not None:
-        write(output, rows, args.engine, is_zero3=args.zero3)
+        write(output, rows, is_zero3=args.zero3)
     if not args.json:
         print(f"{sum(row['works'] for row in rows)} of {len(rows)} work")
     return int(not all(row["works"] for row in rows))

@@ -65,9 +65,9 @@ class Variant:
 
 
 def _subscribe_upstream(model: torch.nn.Module, folder: Path) -> None:
-    from ort_zero.ortmodule.compat.ortmodule import import_ortmodule
+    import ort_zero
 
-    import_ortmodule()
+    ort_zero.enable()
     from onnxruntime.training.utils.hooks import GlobalSubscriberManager, StatisticsSubscriber
 
     GlobalSubscriberManager.subscribe(model, [StatisticsSubscriber(output_dir=str(folder), override_output_dir=True)])
@@ -108,8 +108,8 @@ def measure(options: dict[str, Any], engines: list[str], rounds: int, turn: int,
             status = ort_zero.status()["models"][variant.number]
             assert status["fallbacks"] == 0 and status["compiled"]["flop_share"] > 0.5, status
         elif variant.engine == "ortmodule":
-            graph = ort_zero.status()["models"][variant.number]["graphs"]["training"]
-            assert graph["runs"]["forward"] == graph["runs"]["backward"] == 2 + rounds * turn, graph
+            runs = ort_zero.status()["models"][variant.number]["graph_runs"]
+            assert runs["forward"] == runs["backward"] >= 2 + rounds * turn, runs
     return found
 
 

@@ -42,11 +42,11 @@ LARGE_PAGES = ", large pages"
 """Ends the name of a variant whose large tensors lie in pages of 2 MiB, by torch's own variable."""
 VARIANTS = (
     "torch", f"torch{LARGE_PAGES}", "compile", "segments", f"segments{LARGE_PAGES}", "segments, all in ort",
-    "segments, 55 %", "segments, no samples", "segments, no guards", "ort", "ort, own kernels",
+    "segments, 55 %", "segments, no samples", "segments, no guards", "ortmodule",
 )  # fmt: skip
 """Eager PyTorch; torch.compile by Inductor; the compile backend with measured placement, with all in ONNX Runtime, and
 with a memory budget of 55 %; without checks; without what has a unit follow its module's hooks, methods and missing
-gradients; ORTModule. The last two need onnxruntime-training."""
+gradients; onnxruntime-training (the last one, in an environment of its own)."""
 DEFAULT = ("torch", "compile", "segments")
 _SETTLING = 400
 """Most steps for which the compile backend may go on deciding where segments and units run."""
@@ -71,9 +71,7 @@ class Variant:
         self.kind, ort = kind, kind not in ("torch", "compile")
         self.segments = kind.startswith("segments")
         section: dict[str, Any] = {"backend": "ortmodule"}
-        if kind == "ort, own kernels":
-            section["ortmodule"] = {"ort_kernels": ["*"]}
-        elif self.segments:
+        if self.segments:
             place = "ort" if kind == "segments, all in ort" else "measured"
             section = {"backend": "compile", "compile": {"place": place}}
             if kind == "segments, 55 %":
@@ -323,9 +321,9 @@ def show_means(cases: dict[str, Any]) -> None:
             if ratios:
                 print(f"{kind} / torch, {which}: {statistics.geometric_mean(ratios):.3f} in the geometric mean of "
                       f"{len(ratios)} cases, {max(ratios):.3f} at most")  # fmt: skip
-        both = [c["variants"] for c in cases.values() if {"ort", "compile"} <= c["variants"].keys()]
+        both = [c["variants"] for c in cases.values() if {"ortmodule", "compile"} <= c["variants"].keys()]
         if both:
-            ratios = [v["ort"][which]["ratio"] / v["compile"][which]["ratio"] for v in both]
+            ratios = [v["ortmodule"][which]["ratio"] / v["compile"][which]["ratio"] for v in both]
             print(f"ort / compile, {which}: {statistics.geometric_mean(ratios):.3f} in the geometric mean")
 
 
