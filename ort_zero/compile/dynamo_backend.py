@@ -25,7 +25,7 @@ from ort_zero.compile.module_paths import is_below
 from ort_zero.compile.partition import decompositions
 from ort_zero.compile.patterns import keep_gradients_of_eager, replace_compositions
 from ort_zero.compile.plan import Segment, make_plan
-from ort_zero.compile.recompilations import Recompilations
+from ort_zero.units.recompilations import Recompilations
 from ort_zero.compile.result_groups import compile_parts, divided
 from ort_zero.compile.settings import Settings
 from ort_zero.compile.sizes import SymbolReader

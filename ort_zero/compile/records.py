@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ort_zero.compile.flops import flops_of
 from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.plan import Plan, TorchCall
-from ort_zero.compile.recompilations import Recompilations
+from ort_zero.units.recompilations import Recompilations
 from ort_zero.compile.trial import Runner, Trial
 
 if TYPE_CHECKING:
