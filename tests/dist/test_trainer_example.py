@@ -80,6 +80,7 @@ def test_an_uninterrupted_run_trains_evaluates_and_saves_as_pytorch_does(tmp_pat
     assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_second_run_resumes_where_the_first_ended(tmp_path, in_pytorch):
     _ran(_launch(None, tmp_path, "--steps", "3", "--expect-ort"), 3)
     report = verify(tmp_path / "checkpoint-3", progress=False)
