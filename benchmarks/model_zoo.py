@@ -442,11 +442,12 @@ def zoo_section(rows: list[Row]) -> str:
     lines = [
         "# Compatibility",
         "",
-        f"Written by `python benchmarks/model_zoo.py`; do not edit.",
+        "Written by `python benchmarks/model_zoo.py`; do not edit.",
         "",
         f"{versions()}; CPU.",
         "",
-        f"Look your model up in the second table. To check an architecture again, run `python benchmarks/model_zoo.py --only NAME`.",
+        "Look your model up in the second table. To check an architecture again, run"
+        " `python benchmarks/model_zoo.py --only NAME`.",
         "",
         f"Each small model with random weights takes {STEPS} training steps in PyTorch and in ONNX Runtime. It works"
         " if:",
@@ -484,7 +485,7 @@ def zero3_section(rows: list[Row]) -> str:
     lines = [
         ZERO3_HEADING,
         "",
-        f"Written by `python benchmarks/model_zoo.py --zero3`; do not edit.",
+        "Written by `python benchmarks/model_zoo.py --zero3`; do not edit.",
         "",
         f"{versions()}; CPU.",
         "",

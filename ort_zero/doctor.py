@@ -105,11 +105,6 @@ def examine() -> Report:
         providers, trouble = _providers(engine)
         if trouble is not None:
             problems.append(trouble)
-    program = deepspeed_programs.missing_program()
-    if program is not None:
-        problems.append(
-            Problem(what=f"this DeepSpeed needs the program {program} on CPUs", fix=f"apt-get install {program}")
-        )
     lack = deepspeed_programs.missing_for_operators() if examination.built else None
     if lack is not None:
         problems.append(

@@ -73,14 +73,10 @@ class Examination:
     """Each problem, and the command that solves it."""
 
 
-OnModelWrapped = Callable[[RunningModel, config.Config], None]
-"""Called with a model that a user's own code wrapped in an ORTModule, and with the model's configuration."""
-
-
 class Backend(Protocol):
     """An engine that runs PyTorch models in ONNX Runtime: a Python module with these functions."""
 
-    def import_hooks(self, on_wrapped: OnModelWrapped) -> dict[str, Callable[[Any], None]]:
+    def import_hooks(self) -> dict[str, Callable[[Any], None]]:
         """Return the functions to call once a module of ONNX Runtime has been imported, by the module's name."""
 
     def refuse(self, ds_config: Mapping[str, Any]) -> None:

@@ -1,14 +1,13 @@
 """Check that DeepSpeed's ZeRO-3 hooks have the shape of a supported release.
 
-Each shape lists the nested functions with their arguments, the names that the code around them may use, and the
-variables that they close over. DeepSpeed before 0.16.4 defines the two backward functions, and the autograd Functions
-that call them, one level deeper, inside the hooks.
+The shape lists the nested functions with their arguments, the names that the code around them may use, and the
+variables that they close over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -16,7 +15,7 @@ from ort_zero.compat import versions
 from ort_zero.errors import PatchError
 
 MODULE = "deepspeed.runtime.zero.parameter_offload"
-WORKING = "DeepSpeed 0.14.5 to 0.19"
+WORKING = "DeepSpeed 0.16.9 to 0.19"
 
 _CO_VARARGS, _CO_VARKEYWORDS = 0x04, 0x08
 
@@ -42,8 +41,6 @@ class _Expectation:
     names: frozenset[str]
     """Globals and attributes that the outer function itself may use."""
     arguments: tuple[str, ...]
-    inside: Mapping[str, str] = field(default_factory=dict)
-    """For each function or class above that is one level deeper: the name of the nested function around it."""
 
 
 _METHODS = frozenset({"forward", "setup_context", "backward"})
@@ -73,22 +70,11 @@ _REGISTER = _Expectation(
     names=frozenset(
         "module id get_param_coordinator is_invalid_trace _invalidate_trace ds_id set ds_recompute_parameters "
         "z3_leaf_module parameters ds_z3_leaf_module children _register_deepspeed_module "
-        "_register_hooks_recursively torch compiler disable instrument_w_nvtx forward_hooks append "
+        "torch compiler disable instrument_w_nvtx forward_hooks append "
         "register_forward_pre_hook register_forward_hook __dict__ hasattr autograd Function "
         "pre_bwd_fn backward_hooks post_bwd_fn".split()
     ),
 )
-
-_REGISTER_DEEPER = replace(
-    _REGISTER,
-    inside={
-        "_run_before_backward_function": "_pre_backward_module_hook",
-        "PreBackwardFunctionForModule": "_pre_backward_module_hook",
-        "_run_after_backward_function": "_post_backward_module_hook",
-        "PostBackwardFunctionModule": "_post_backward_module_hook",
-    },
-)
-"""The shape before DeepSpeed 0.16.4."""
 
 _SETUP = _Expectation(
     arguments=("self",),
@@ -97,15 +83,9 @@ _SETUP = _Expectation(
     unused=frozenset(),
     names=frozenset(
         "hierarchy instrument_w_nvtx module register_forward_pre_hook fwd_pre_hook _register_deepspeed_module "
-        "_register_hooks_recursively register_forward_hook FWD_MODULE_STACK append".split()
+        "register_forward_hook FWD_MODULE_STACK append".split()
     ),
 )
-
-
-_SETUP_AT_END = replace(
-    _SETUP, functions={"_end_of_forward_hook": _Function(arguments=("module", "*args"), wrapper="nvtx")}
-)
-"""The shape before DeepSpeed 0.15: the hook of the root runs after its forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +105,7 @@ def probe(registering_function: Callable) -> HookShape:
     Raises:
         PatchError: a part is unknown; the message names the part, the installed version, and the supported versions.
     """
-    return _probe(registering_function, _REGISTER_DEEPER if _is_deeper(registering_function) else _REGISTER)
+    return _probe(registering_function, _REGISTER)
 
 
 def probe_setup(setup_function: Callable) -> HookShape:
@@ -134,13 +114,7 @@ def probe_setup(setup_function: Callable) -> HookShape:
     Raises:
         PatchError: a part is unknown; the message names the part, the installed version, and the supported versions.
     """
-    at_end = "_end_of_forward_hook" in _nested(getattr(setup_function, "__code__", None))
-    return _probe(setup_function, _SETUP_AT_END if at_end else _SETUP)
-
-
-def _is_deeper(function: Any) -> bool:
-    nested = _nested(getattr(function, "__code__", None))
-    return "_run_before_backward_function" in _nested(nested.get("_pre_backward_module_hook"))
+    return _probe(setup_function, _SETUP)
 
 
 def _nested(code: CodeType | None) -> dict[str, CodeType]:
@@ -160,8 +134,6 @@ def _probe(function: Any, expected: _Expectation) -> HookShape:
         if not (defaults and len(defaults) == 1 and isinstance(defaults[0], list) and len(defaults[0]) == 1):
             raise unknown_shape(name, f"the default of its argument count is {defaults!r}, not a list of one number")
     nested = _nested(code)
-    deeper = {key: _nested(nested.get(outer)).get(key) for key, outer in expected.inside.items()}
-    nested |= {key: inner for key, inner in deeper.items() if inner is not None}
     anonymous = {key for key in nested if key.startswith("<")}
     for missing in (key for key in (*expected.functions, *expected.classes) if key not in nested):
         raise unknown_shape(name, f"nothing named {missing} is nested in it (it has {_joined(nested)})")

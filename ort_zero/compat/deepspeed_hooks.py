@@ -9,19 +9,17 @@ must use no unexpected name.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any
 
-from ort_zero.compat.deepspeed_hook_shapes import MODULE, HookShape, probe, probe_setup, unknown_shape
+from ort_zero.compat.deepspeed_hook_shapes import MODULE, HookShape, probe, probe_setup
 
 SETUP_TARGET = f"{MODULE}:DeepSpeedZeRoOffload.setup_zero_stage3_hooks"
 DESTROY_TARGET = f"{MODULE}:DeepSpeedZeRoOffload.destroy"
-_REGISTER_NAMES = ("_register_deepspeed_module", "_register_hooks_recursively")
-"""The names of the method that registers the hooks: DeepSpeed 0.16.4 and later, and before."""
+REGISTER_TARGET = f"{MODULE}:DeepSpeedZeRoOffload._register_deepspeed_module"
 BEFORE_BACKWARD = "pre_bwd_fn"
 """Attribute of a module through whose ``apply`` DeepSpeed's hook passes each output."""
 AFTER_BACKWARD = "post_bwd_fn"
@@ -32,10 +30,8 @@ AFTER_BACKWARD = "post_bwd_fn"
 class RebindedHooks:
     """DeepSpeed's hook functions, bound to one ``DeepSpeedZeRoOffload``."""
 
-    start_of_forward: Callable[..., None] | None
-    """Forward pre-hook of the root; None before DeepSpeed 0.15, which has `end_of_forward` instead."""
-    end_of_forward: Callable[..., None] | None
-    """Forward hook of the root."""
+    start_of_forward: Callable[..., None]
+    """Forward pre-hook of the root."""
     pre_forward: Callable[..., None]
     post_forward: Callable[[Any, Any, Any], None]
     pre_backward: Callable[[Any, Any, Any], Any]
@@ -53,11 +49,10 @@ def rebind(offload: Any) -> RebindedHooks:
         PatchError: the shape is unknown.
     """
     cls = type(offload)
-    register = _bind(probe(_original(getattr(cls, register_name(cls)))), offload)
+    register = _bind(probe(_original(cls._register_deepspeed_module)), offload)
     setup = _bind(probe_setup(_original(cls.setup_zero_stage3_hooks)), offload)
     return RebindedHooks(
-        start_of_forward=setup.get("_start_of_forward_hook"),
-        end_of_forward=setup.get("_end_of_forward_hook"),
+        start_of_forward=setup["_start_of_forward_hook"],
         pre_forward=register["_pre_forward_module_hook"],
         post_forward=register["_post_forward_module_hook"],
         pre_backward=register["_pre_backward_module_hook"],
@@ -67,44 +62,11 @@ def rebind(offload: Any) -> RebindedHooks:
     )
 
 
-def register_name(cls: type) -> str:
-    """Return the name of the method of ``DeepSpeedZeRoOffload`` that registers the hooks.
-
-    Raises:
-        PatchError: the class has no such method under a supported name.
-    """
-    for name in _REGISTER_NAMES:
-        if hasattr(cls, name):
-            return name
-    raise unknown_shape(cls.__name__, f"it has neither {' nor '.join(_REGISTER_NAMES)}")
-
-
-def register_target() -> str:
-    """Return the patch target of the method that registers the hooks; imports DeepSpeed's module.
-
-    Raises:
-        PatchError: DeepSpeed has no such method under a supported name.
-    """
-    return f"{MODULE}:DeepSpeedZeRoOffload.{register_name(importlib.import_module(MODULE).DeepSpeedZeRoOffload)}"
-
-
-def numbered_as_id() -> bool:
-    """Return whether DeepSpeed (before 0.16.4) stores a module's number in the attribute ``id``."""
-    cls = importlib.import_module(MODULE).DeepSpeedZeRoOffload
-    return "ds_id" not in _original(getattr(cls, register_name(cls))).__code__.co_names
-
-
 def invalidate_trace(offload: Any) -> None:
     """Make DeepSpeed record its fetch trace again, as it does when the root is registered again."""
-    for coordinator in _coordinators(offload):
-        if coordinator is not None and not coordinator.is_invalid_trace():
-            coordinator._invalidate_trace()
-
-
-def _coordinators(offload: Any) -> list[Any]:
-    """Return the coordinators, which decide when `offload` gathers parameters; before 0.15 one for each mode."""
-    by_mode = vars(offload).get("param_coordinators")
-    return [offload.get_param_coordinator()] if by_mode is None else list(by_mode.values())
+    coordinator = offload.get_param_coordinator()
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
 
 
 def number_modules(module: Any, count: list[int]) -> None:
@@ -114,8 +76,6 @@ def number_modules(module: Any, count: list[int]) -> None:
     modules inside of a leaf module. `count` carries the last number over to the next call.
     """
     module.ds_id = count[0]
-    if numbered_as_id():
-        module.id = count[0]
     module.ds_recompute_parameters = set()
     if is_leaf(module):
         for parameter in module.parameters():
@@ -140,7 +100,7 @@ def shared_count(registering_function: Callable) -> list[int]:
 
 def register_root(offload: Any) -> None:
     """Register hooks on the whole model of `offload`, with the method that its class has now, patched or not."""
-    getattr(offload, register_name(type(offload)))(offload.module)
+    offload._register_deepspeed_module(offload.module)
 
 
 def register_with_root(offload: Any, hooks: RebindedHooks) -> None:
@@ -151,16 +111,8 @@ def register_with_root(offload: Any, hooks: RebindedHooks) -> None:
         hooks: the hook functions of `offload`.
     """
     offload.hierarchy = 0
-    start, end = hooks.start_of_forward, hooks.end_of_forward
-    if start is not None:
-        handle = offload.module.register_forward_pre_hook(start)
+    offload.fwd_pre_hook = offload.module.register_forward_pre_hook(hooks.start_of_forward)
     register_root(offload)
-    if end is not None:
-        handle = offload.module.register_forward_hook(end)
-    if "fwd_pre_hook" in _original(type(offload)._remove_module_hooks).__code__.co_names:
-        offload.fwd_pre_hook = handle
-    else:
-        offload.forward_hooks.append(handle)
 
 
 def hand_over(offload: Any, forward: Iterable[Any], backward: Iterable[Any]) -> None:
@@ -201,8 +153,8 @@ def pop_root(root: Any) -> None:
 
 def forget_released(offload: Any) -> None:
     """Clear the cache of parameters to release after each module; DeepSpeed 0.19 never does, which leaks modules."""
-    classes = {type(coordinator) for coordinator in _coordinators(offload)}
-    pending = [vars(cls).get("_PartitionedParameterCoordinator__params_to_release") for cls in classes]
+    coordinator = type(offload.get_param_coordinator())
+    pending = [vars(coordinator).get("_PartitionedParameterCoordinator__params_to_release")]
     for function in pending:  # the cache is inside of decorators, of which some set no __wrapped__
         if hasattr(function, "cache_clear"):
             function.cache_clear()

@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import shlex
 import shutil
 import sysconfig
-from importlib import metadata
 from pathlib import Path
-
-
-def missing_program() -> str | None:
-    """Return the program that the installed DeepSpeed needs on CPUs, if the program is missing; else None.
-
-    DeepSpeed up to 0.15 counts the machine's NUMA nodes with ``numactl`` in the first backward under ZeRO-3, and fails
-    without the program (``get_numa_cores`` of ``deepspeed/utils/numa.py``). Later versions continue without it.
-    DeepSpeed is not imported.
-    """
-    if shutil.which("numactl") is not None:
-        return None
-    try:
-        path = Path(str(metadata.distribution("deepspeed").locate_file("deepspeed/utils/numa.py")))
-        tree = ast.parse(path.read_text())
-    except (metadata.PackageNotFoundError, OSError, SyntaxError):
-        return None
-    counting = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "get_numa_cores")
-    guarded = (any(isinstance(node, ast.Try) for node in ast.walk(function)) for function in counting)
-    return None if all(guarded) else "numactl"
 
 
 def compiler() -> str | None:

@@ -25,7 +25,7 @@ from ort_zero.utils.patching import Patch, defined_in
 
 _UNIT = "_ort_zero_unit"
 _LEAF = "_z3_leaf"
-"""The mark that ``set_z3_leaf_module`` sets, which DeepSpeed before 0.16 lacks."""
+"""The mark that ``set_z3_leaf_module`` sets."""
 PREFETCH_BUCKET = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 

@@ -1,6 +1,6 @@
 """Reach the parts of torch.compile that a backend needs and that have no public name.
 
-They are the same in torch 2.6 to 2.15: AOTAutograd's entry for backends, the min-cut partitioner, the core
+They are the same in torch 2.7 to 2.15: AOTAutograd's entry for backends, the min-cut partitioner, the core
 decompositions, type promotion, and Dynamo's own errors and reasons.
 """
 
@@ -11,7 +11,6 @@ import inspect
 import logging
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -224,11 +223,8 @@ def graph_breaks() -> list[tuple[str, str]]:
 
 
 def is_dynamos(error: Exception) -> bool:
-    """Return True for an error of Dynamo itself, which torch 2.6 also raises as a bare AssertionError."""
-    if isinstance(error, TorchDynamoException):
-        return True
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return isinstance(error, AssertionError) and str(frame.f_globals.get("__name__")).startswith("torch._dynamo.")
+    """Return True for an error of Dynamo itself."""
+    return isinstance(error, TorchDynamoException)
 
 
 def partitioner_options(fraction: float, joins_equal_calls: bool) -> AbstractContextManager[Any]:
@@ -330,12 +326,8 @@ def called_module(depth: int) -> Any:
 
 
 def saves_plainly() -> bool:
-    """Return True if no saved-tensor hooks are active; activation checkpointing sets such hooks.
-
-    Returns False where torch does not tell (2.6).
-    """
-    hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return hooks is not None and hooks(False) is None
+    """Return True if no saved-tensor hooks are active; activation checkpointing sets such hooks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 def keeps_graph() -> bool:

@@ -54,28 +54,21 @@ MUSL = (
 REQUIREMENTS = (
     Requirement(
         distribution="torch",
-        specifier=">=2.6",
+        specifier=">=2.7",
         tried=">=2.13,<2.14",
         cure="pip install 'torch==2.13.0'",
-        needed_for=("compile",),
-    ),
-    Requirement(
-        distribution="torch",
-        specifier=">=2.4",
-        tried=">=2.13,<2.14",
-        cure="pip install 'torch==2.13.0'",
-        needed_for=("ort",),
+        needed_for=("compile", "ort"),
     ),
     Requirement(
         distribution="deepspeed",
-        specifier=">=0.14.5",
+        specifier=">=0.16.9",
         tried=">=0.19,<0.20",
         cure="pip install 'deepspeed==0.19.8'",
         needed_for=("zero",),
     ),
     Requirement(
         distribution="onnxruntime",
-        specifier=">=1.19",
+        specifier=">=1.19",  # that of the training wheel, which serves both engines
         tried=">=1.23,<1.33",  # the newest for Python 3.10, and for later ones
         cure="pip install 'onnxruntime>=1.19'",
         needed_for=("compile",),

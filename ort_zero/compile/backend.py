@@ -15,12 +15,11 @@ if TYPE_CHECKING:
     from ort_zero.backends.interface import (
         Examination,
         NodeProfiles,
-        OnModelWrapped,
     )
     from ort_zero.units.running_model import UnitsModel
 
 
-def import_hooks(on_wrapped: OnModelWrapped) -> dict[str, Callable[[Any], None]]:
+def import_hooks() -> dict[str, Callable[[Any], None]]:
     """Return an empty dict: no function need be called after imports of plain onnxruntime."""
     return {}
 

@@ -85,29 +85,23 @@ def _guard(probe: Callable[[Callable], Any]) -> Callable[[Any], None]:
     return guard
 
 
-def patches() -> tuple[Patch, ...]:
-    """Return the patches; imports DeepSpeed, since the names of the targets differ between its releases.
-
-    Raises:
-        PatchError: DeepSpeed's method that registers the hooks has an unknown name.
-    """
-    return (
-        Patch(
-            target=deepspeed_hooks.SETUP_TARGET,
-            build=_build_setup,
-            why="ZeRO-3 hooks fit the engine that runs the model",
-            guard=_guard(deepspeed_hooks.probe_setup),
-        ),
-        Patch(
-            target=deepspeed_hooks.register_target(),
-            build=_build_register,
-            why="ZeRO-3 hooks that are registered again stay with that engine",
-            guard=_guard(deepspeed_hooks.probe),
-        ),
-        Patch(
-            target=deepspeed_hooks.DESTROY_TARGET,
-            build=_build_destroy,
-            why="a destroyed engine does not keep its model alive",
-            guard=defined_in(deepspeed_hooks.MODULE),
-        ),
-    )
+PATCHES = (
+    Patch(
+        target=deepspeed_hooks.SETUP_TARGET,
+        build=_build_setup,
+        why="ZeRO-3 hooks fit the engine that runs the model",
+        guard=_guard(deepspeed_hooks.probe_setup),
+    ),
+    Patch(
+        target=deepspeed_hooks.REGISTER_TARGET,
+        build=_build_register,
+        why="ZeRO-3 hooks that are registered again stay with that engine",
+        guard=_guard(deepspeed_hooks.probe),
+    ),
+    Patch(
+        target=deepspeed_hooks.DESTROY_TARGET,
+        build=_build_destroy,
+        why="a destroyed engine does not keep its model alive",
+        guard=defined_in(deepspeed_hooks.MODULE),
+    ),
+)

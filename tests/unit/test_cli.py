@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ort_zero.ortmodule.compat import extensions
 
 from ort_zero import __version__, doctor
 from ort_zero.backends import loading
@@ -20,7 +21,6 @@ from ort_zero.backends.interface import Examination
 from ort_zero.cli import main as cli
 from ort_zero.compat import deepspeed_programs, versions
 from ort_zero.errors import BuildError
-from ort_zero.ortmodule.compat import extensions
 
 GOOD = (versions.Finding(name="torch", found="2.13.0", needed=">=2.13,<2.14", ok=True, cure="pip install torch"),)
 BAD = (
@@ -106,7 +106,6 @@ def test_doctor_says_which_version_is_untested(healthy, monkeypatch, capsys):
 @pytest.fixture
 def with_packages(monkeypatch, asked):
     """Return a function that makes these the installed packages, and this the version of Python."""
-    monkeypatch.setattr(deepspeed_programs, "missing_program", lambda: None)
     monkeypatch.setattr(deepspeed_programs, "unsuitable_compiler", lambda: None)
     monkeypatch.setattr(deepspeed_programs, "missing_for_operators", lambda: None)
     monkeypatch.delenv("ORT_ZERO_DISABLE", raising=False)

@@ -150,17 +150,14 @@ def test_something_that_is_no_function_is_refused():
         deepspeed_hooks.probe(len)
 
 
-def test_mode_holds_within_its_block_only():
-    assert backend_context.current_backend() is None
-    with backend_context.running_in("torch"):
-        assert backend_context.current_backend() == "torch"
-        with backend_context.running_in("ort"):
-            assert backend_context.current_backend() == "ort"
-        assert backend_context.current_backend() == "torch"
-    assert backend_context.current_backend() is None
-    with pytest.raises(ValueError, match="'jax'"):
-        with backend_context.running_in("jax"):
+def test_a_section_holds_within_its_block_only():
+    assert not backend_context.has_section()
+    with backend_context.with_section():
+        assert backend_context.has_section()
+        with backend_context.with_section():
             pass
+        assert backend_context.has_section()
+    assert not backend_context.has_section()
 
 
 def test_map_slots_keeps_containers_and_replaces_tensors():

@@ -2,64 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-from pathlib import Path
-
-import pytest
-
 from ort_zero import doctor
 from ort_zero.compat import deepspeed_programs
-
-PLAIN = "def get_numa_cores():\n    return subprocess.check_output(['numactl', '--hardware'])\n"
-GUARDED = (
-    "def get_numa_cores():\n    try:\n        return subprocess.check_output(['numactl'])\n"
-    "    except OSError:\n        return []\n"
-)
-
-
-@pytest.fixture
-def deepspeed_with(tmp_path, monkeypatch):
-    """Let another source stand for the module of DeepSpeed that counts NUMA nodes."""
-
-    class Distribution:
-        def locate_file(self, path: str) -> Path:
-            return tmp_path / path
-
-    def install(source: str) -> None:
-        file = tmp_path / "deepspeed/utils/numa.py"
-        file.parent.mkdir(parents=True)
-        file.write_text(source)
-        monkeypatch.setattr(metadata, "distribution", lambda name: Distribution())
-
-    return install
-
-
-def test_a_deepspeed_that_fails_without_numactl_names_it(deepspeed_with, monkeypatch):
-    deepspeed_with(PLAIN)
-    monkeypatch.setenv("PATH", "")
-    assert deepspeed_programs.missing_program() == "numactl"
-
-
-def test_the_doctor_names_it(monkeypatch):
-    monkeypatch.setattr(deepspeed_programs, "missing_program", lambda: "numactl")
-    problems = [(problem.what, problem.fix) for problem in doctor.examine().problems]
-    assert ("this DeepSpeed needs the program numactl on CPUs", "apt-get install numactl") in problems
-
-
-@pytest.mark.parametrize("source", [GUARDED, "", "def get_numa_cores(:"])
-def test_one_that_goes_on_without_it_needs_nothing(deepspeed_with, monkeypatch, source):
-    deepspeed_with(source)
-    monkeypatch.setenv("PATH", "")
-    assert deepspeed_programs.missing_program() is None
-
-
-def test_with_the_program_nothing_is_missing(deepspeed_with, monkeypatch, tmp_path):
-    deepspeed_with(PLAIN)
-    program = tmp_path / "numactl"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert deepspeed_programs.missing_program() is None
 
 
 def test_the_doctor_names_a_clang_that_would_compile_deepspeeds_operators(monkeypatch, tmp_path):

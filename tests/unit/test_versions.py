@@ -10,8 +10,7 @@ import pytest
 
 from ort_zero import config
 from ort_zero.compat import versions
-from ort_zero.errors import BuildError, ConfigError, UnsupportedVersionError
-from ort_zero.ortmodule.compat import extensions
+from ort_zero.errors import ConfigError, UnsupportedVersionError
 
 ALL = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "onnx": "1.23.2"}
 TRAINING = {**ALL, "onnxruntime-training": "1.19.2"}
@@ -63,14 +62,14 @@ def test_a_variable_chooses_the_engine_of_auto(installed, monkeypatch):
     assert versions.engine() == config.parse({}).engine() == "ortmodule"
     assert config.parse({"backend": "compile"}).engine() == "compile"
     monkeypatch.setenv("ORT_ZERO_BACKEND", "onnxrt")
-    with pytest.raises(ConfigError, match="ORT_ZERO_BACKEND=onnxrt: must be compile or ortmodule"):
+    with pytest.raises(ConfigError, match="ORT_ZERO_BACKEND=onnxrt: must be compile, ortmodule or torch"):
         config.parse({}).engine()
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"torch": "2.5.1"}, r"torch 2\.5\.1; ort_zero works with torch>=2\.6: pip install 'torch==2\.13\.0'"),
+        ({"torch": "2.6.0"}, r"torch 2\.6\.0; ort_zero works with torch>=2\.7: pip install 'torch==2\.13\.0'"),
         ({"onnxruntime": "1.18.1"}, r"onnxruntime 1\.18\.1; ort_zero works with onnxruntime>=1\.19: pip install"),
         ({"onnxruntime": None}, r"onnxruntime is not installed; .*: pip install 'onnxruntime>=1\.19'"),
         ({"onnx": None}, r"onnx is not installed; .*: pip install 'onnx>=1\.17,<2'"),
@@ -110,7 +109,7 @@ def test_ortmodule_beside_plain_onnxruntime_is_told_to_take_that_away_first(inst
 
 
 @pytest.mark.parametrize(
-    ("package", "version"), [("torch", "2.3.1"), ("deepspeed", "0.14.4"), ("onnxruntime_training", "1.18.0")]
+    ("package", "version"), [("torch", "2.3.1"), ("deepspeed", "0.16.8"), ("onnxruntime_training", "1.18.0")]
 )
 def test_a_version_below_is_refused_with_the_command_that_cures(installed, package, version):
     installed(**{package: version})
@@ -125,7 +124,7 @@ def test_a_version_below_is_refused_with_the_command_that_cures(installed, packa
         ("torch", "2.31.0"),
         ("torch", "2.8.0"),
         ("deepspeed", "0.23.0"),
-        ("deepspeed", "0.15.4"),
+        ("deepspeed", "0.16.9"),
         ("onnxruntime_training", "1.22.0+cpu"),
     ],
 )
@@ -148,9 +147,6 @@ def test_a_python_without_a_wheel_lacks_onnxruntime_alone(installed, python):
     said = str(error.value)
     assert said.startswith(f"ORTModule cannot run on Python {python[0]}.{python[1]}")
     assert "install plain onnxruntime: pip install 'ort-zero[ort]'" in said and "\n" not in said
-    with pytest.raises(BuildError) as error:  # `ort-zero build` names no wheel that cannot be installed
-        extensions.extension_dir()
-    assert str(error.value) == said
 
 
 def test_a_build_of_ones_own_is_accepted_under_either_name_and_on_any_python(installed):

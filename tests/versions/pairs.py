@@ -44,7 +44,6 @@ PAIRS = (
             "0.18.9": "hooks as in 0.19, another optimizer; its own step fails over gloo under ZeRO-1 and 2",
             "0.17.6": "leaf modules by threshold",
             "0.16.9": "hooks that close over a message function",
-            "0.15.4": "_register_hooks_recursively; functions of the backward one level deeper; module.id",
         }.items()
     ),
     *(
@@ -64,9 +63,9 @@ PAIRS = (
         why="the last torch with a backend onnxrt; transformers 4 of its last release",
     ),
     Pair(
-        name="torch-2.6.0",
+        name="torch-2.7.1",
         packages=(
-            *("torch==2.6.0", "sympy==1.13.1", "deepspeed==0.16.9", "transformers==4.48.3", "tokenizers==0.21.0"),
+            *("torch==2.7.1", "deepspeed==0.16.9", "transformers==4.48.3", "tokenizers==0.21.0"),
             *("huggingface_hub==0.27.1", "accelerate==1.2.1"),
         ),
         why="the lowest torch; accelerate 1.2",
@@ -105,15 +104,15 @@ PAIRS = (
     ),
     Pair(
         name="refused-deepspeed",
-        packages=("deepspeed==0.14.4",),
+        packages=("deepspeed==0.16.8",),
         why="a DeepSpeed below those that are accepted",
-        refused=r"deepspeed 0\.14\.4; ort_zero works with deepspeed>=0\.14\.5: pip install 'deepspeed==",
+        refused=r"deepspeed 0\.16\.8; ort_zero works with deepspeed>=0\.16\.9: pip install 'deepspeed==",
     ),
     Pair(
         name="refused-torch",
-        packages=("torch==2.5.1", "sympy==1.13.1", "deepspeed==0.16.9"),
+        packages=("torch==2.6.0", "sympy==1.13.1", "deepspeed==0.16.9"),
         why="a torch below those that are accepted",
-        refused=r"torch 2\.5\.1.*; ort_zero works with torch>=2\.6: pip install 'torch==",
+        refused=r"torch 2\.6\.0.*; ort_zero works with torch>=2\.7: pip install 'torch==",
     ),
     Pair(
         name="refused-onnxruntime",
