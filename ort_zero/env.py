@@ -3,10 +3,8 @@
 | variable | effect |
 |---|---|
 | ``ORT_ZERO_DISABLE`` | ``1``: the entry point and :func:`ort_zero.enable` do nothing |
-| ``ORT_ZERO_BACKEND`` | ``compile`` (default) or ``ortmodule``: the engine of sections whose backend is "auto" |
-| ``ORT_ZERO_CACHE_DIR`` | folder of the built C++ extensions and of graphs (default ``$XDG_CACHE_HOME/ort_zero``) |
-| ``ORT_ZERO_EXPORT_CACHE`` | ``0``: graphs are not stored on disk unless the section names a folder |
-| ``ORT_ZERO_KEEP_ALLOCATOR`` | ``1``: CPU tensors keep PyTorch's allocator (docs/memory.md) |
+| ``ORT_ZERO_BACKEND`` | ``compile`` (default), ``ortmodule`` or ``torch``: who runs where the backend is "auto" |
+| ``ORT_ZERO_CACHE_DIR`` | folder of built C++ extensions and of placements (default ``$XDG_CACHE_HOME/ort_zero``) |
 | ``ORT_ZERO_LOG_LEVEL`` | overrides the section's ``log_level``; an unknown name raises (:mod:`ort_zero.log`) |
 | ``ORT_ZERO_DEBUG`` | ``1``: errors of the command line show their traceback |
 | ``ORT_ZERO_MEMORY_TRIAL`` | internal: file with the request of ``ort-zero memory plan`` to the script that it runs |

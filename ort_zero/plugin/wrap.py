@@ -11,7 +11,6 @@ from ort_zero.backends import loading, registry
 from ort_zero.compat.torch_modules import modules_of
 from ort_zero.errors import ConfigError
 from ort_zero.plugin import profiled_script, statistics, summary
-from ort_zero.units.unit_forward import restore_forward
 
 
 def wrap(model: Any, **section: Any) -> Any:
@@ -65,6 +64,8 @@ def unwrap(model: Any) -> Any:
     Args:
         model: a model that :func:`wrap` has returned, a copy or a part of one, or a DeepSpeed engine's module.
     """
+    from ort_zero.units.unit_forward import restore_forward  # needs ONNX Runtime, which a model in PyTorch does not
+
     for module in modules_of(model):
         restore_forward(module)
     for running in registry.runtimes():

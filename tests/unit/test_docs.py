@@ -14,7 +14,7 @@ from ort_zero import config, env
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "ort_zero").glob("**/README.md")])
-DOORS = ("ort_zero", "ort_zero.checkpoint", "ort_zero.hooks", "ort_zero.graph.symbolics")
+DOORS = ("ort_zero", "ort_zero.checkpoint", "ort_zero.hooks")
 TOP = {path.name for path in ROOT.iterdir()} - {"out"}
 
 
