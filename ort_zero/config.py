@@ -13,9 +13,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ort_zero.errors import ConfigError
 
 SECTION = "ort_zero"
+_IN_SECTION = "it stands in the section itself"
+_FOR_GRAPHS = "units need no such choice; remove the key"
 _REMOVED = {
-    "ortmodule": '"enabled": false in it is "backend": "torch" now; "exclude", "fallback", "log_level" and "save_onnx" '
-    "stand in the section itself",
+    "ortmodule.enabled": '"enabled": false is "backend": "torch" now',
+    **dict.fromkeys(("ortmodule.exclude", "ortmodule.fallback", "ortmodule.log_level"), _IN_SECTION),
+    "ortmodule.save_onnx": _IN_SECTION,
+    **dict.fromkeys(("ortmodule.split", "ortmodule.graph_cache_size", "ortmodule.drop_padding"), _FOR_GRAPHS),
+    **dict.fromkeys(("ortmodule.cache_dir", "ortmodule.cache_key", "ortmodule.ort_kernels"), _FOR_GRAPHS),
+    "ortmodule.fuse_loss": 'it belongs to the compile backend, as "compile": {"fuse_loss": ...}',
     "memory_efficient_gradients": "gradients of a unit leave as soon as its backward ends; remove the key",
     "memory.level": "the variable ORTMODULE_MEMORY_OPT_LEVEL of onnxruntime-training sets its level; remove the key",
     "memory.checkpointing": "checkpointed blocks are computed again as in PyTorch; remove the key",
@@ -41,6 +47,13 @@ class CompileConfig(_Strict):
     """Maximum number of parameter elements that are gathered together; larger blocks are divided. None: no limit."""
     reproducers: str | None = None
     """Folder for reproducers of segments that fail or differ; None is ``ort_zero_reproducers``."""
+
+
+class OrtModuleConfig(_Strict):
+    """The section ``ort_zero.ortmodule``: how onnxruntime-training runs the model's units."""
+
+    place: Literal["measured", "ort"] = "measured"
+    """"measured": a unit that takes more than 1.3 times its time in PyTorch goes back to PyTorch. "ort": none does."""
 
 
 class CheckpointConfig(_Strict):
@@ -116,6 +129,7 @@ class Config(_Strict):
     save_onnx: str | None = None
     """Folder into which rank 0 writes the graphs as ONNX files; None writes none."""
     compile: CompileConfig = Field(default_factory=CompileConfig)
+    ortmodule: OrtModuleConfig = Field(default_factory=OrtModuleConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     statistics: StatisticsConfig = Field(default_factory=StatisticsConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
@@ -139,12 +153,12 @@ class Config(_Strict):
         from ort_zero.compat import versions
 
         engine = versions.engine() if self.backend == "auto" else self.backend
-        if engine != "compile" and self.compile.model_fields_set:
-            key = sorted(self.compile.model_fields_set)[0]
-            raise ConfigError(
-                f'{SECTION}.compile.{key}: a key of the compile backend, and the backend is "{engine}"; remove it, or '
-                'set "backend": "compile"'
-            )
+        for other, part in (("compile", self.compile), ("ortmodule", self.ortmodule)):
+            if engine != other and part.model_fields_set:
+                raise ConfigError(
+                    f'{SECTION}.{other}.{min(part.model_fields_set)}: a key of "backend": "{other}", and the backend '
+                    f'is "{engine}"; remove it, or set "backend": "{other}"'
+                )
         memory = self.memory
         if engine == "torch" and memory.recompute != "off":
             raise ConfigError(

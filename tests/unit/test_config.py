@@ -45,7 +45,9 @@ def test_unknown_key_without_a_near_one_lists_the_valid_keys():
 @pytest.mark.parametrize(
     ("section", "path", "way_out"),
     [
-        ({"ortmodule": {"enabled": False}}, "ort_zero.ortmodule", '"backend": "torch"'),
+        ({"ortmodule": {"enabled": False}}, "ort_zero.ortmodule.enabled", '"backend": "torch"'),
+        ({"ortmodule": {"exclude": ["a"]}}, "ort_zero.ortmodule.exclude", "in the section itself"),
+        ({"ortmodule": {"cache_dir": None}}, "ort_zero.ortmodule.cache_dir", "remove the key"),
         ({"memory_efficient_gradients": True}, "ort_zero.memory_efficient_gradients", "remove the key"),
         ({"memory": {"recompute": "all", "level": 1}}, "ort_zero.memory.level", "ORTMODULE_MEMORY_OPT_LEVEL"),
         ({"memory": {"checkpointing": "recompute"}}, "ort_zero.memory.checkpointing", "remove the key"),
@@ -95,6 +97,16 @@ def test_recomputation_is_ort_s(value):
     assert config.parse({"memory": {"recompute": value}, "backend": "ortmodule"}).engine() == "ortmodule"
     with pytest.raises(ConfigError, match='ort_zero.memory.recompute: .* the backend is "torch"'):
         config.parse({"memory": {"recompute": value}, "backend": "torch"}).engine()
+
+
+@pytest.mark.parametrize(
+    ("backend", "other"), [("compile", "ortmodule"), ("ortmodule", "compile"), ("torch", "compile")]
+)
+def test_keys_of_another_engine_are_refused(backend, other):
+    with pytest.raises(
+        ConfigError, match=rf'ort_zero.{other}.place: a key of "backend": "{other}", and the backend is'
+    ):
+        config.parse({"backend": backend, other: {"place": "ort"}}).engine()
 
 
 def test_checkpoints_are_sharded_unless_told_otherwise():
