@@ -6,14 +6,12 @@ _STATISTICS = "pip install 'ort-zero[statistics]'"
 _OTHERS = {
     "accelerate": "pip install 'ort-zero[examples]'",
     "jinja2": _STATISTICS,
-    "matplotlib": "pip install 'ort-zero[plot]'",
     "numba": _STATISTICS,
     "numpy": "pip install 'numpy>=1.26,<3'",
     "plotly": _STATISTICS,
     "pyarrow": _STATISTICS,
     "transformers": "pip install 'ort-zero[examples]'",
 }
-_DISTRIBUTIONS = {"onnxruntime": "onnxruntime-training"}
 
 
 def sentence(error: BaseException) -> str | None:
@@ -23,8 +21,7 @@ def sentence(error: BaseException) -> str | None:
     from ort_zero.compat.versions import REQUIREMENTS  # slow, and not needed without an error
 
     package = error.name.partition(".")[0]
-    distribution = _DISTRIBUTIONS.get(package, package)
     install = {r.distribution: r.cure for r in REQUIREMENTS} | _OTHERS
-    if distribution not in install:
+    if package not in install:
         return None
-    return f"this needs {package}, which is not installed: {install[distribution]}"
+    return f"this needs {package}, which is not installed: {install[package]}"

@@ -247,8 +247,6 @@ def test_an_error_is_one_line_unless_debug(monkeypatch, use_backend, capsys, err
         ["stats", "merge", "--pt", "a", "--ort_dir", "b", "--output_dir", "c"],
         ["memory"],
         ["memory", "plan", "--config", "a"],
-        ["memory", "plan", "--config", "a", "--script", "b", "--level", "3"],
-        ["memory", "plan", "--config", "a", "--script", "b", "--steps", "0"],
         ["memory", "plan", "--config", "a", "--script", "b", "--lr", "0.1"],
     ],
 )
@@ -282,10 +280,7 @@ def test_options_are_frozen():
         "--dtype", "--overwrite", "--stage", "--sub-group-size", "--tag", "--to", "--tp-split",
         "--trust-pickle", "--world-size",
     ]  # fmt: skip
-    plan = [
-        "--budget", "--config", "--launcher", "--level", "--no-measure", "--out", "--overwrite", "--plot", "--script",
-        "--steps",
-    ]  # fmt: skip
+    plan = ["--budget", "--config", "--launcher", "--script"]
     assert found == {
         "doctor": sorted([*common, "--file", "--ranks", "--storage"]),
         "build": sorted([*common, "--force"]),

@@ -108,12 +108,6 @@ def test_statistics_requires_what_is_imported_for_them(setup_cfg):
     assert set(declared) <= {name.lower() for name in extra(setup_cfg, "test")}
 
 
-def test_plot_requires_matplotlib_and_one_module_imports_it(setup_cfg):
-    assert set(extra(setup_cfg, "plot")) == {"matplotlib"} <= set(extra(setup_cfg, "test"))
-    importing = re.compile(r"(?:from|import) matplotlib")
-    assert [p.name for p in (ROOT / "ort_zero").rglob("*.py") if importing.search(p.read_text())] == ["plot.py"]
-
-
 def test_files_that_are_no_modules_are_installed(setup_cfg):
     patterns = setup_cfg["options.package_data"]
     for path in (ROOT / "ort_zero").rglob("templates/*"):
