@@ -82,10 +82,13 @@ class UnitsModel:
 
     def suspend(self, wanted: bool) -> None:
         """Have PyTorch run the units while `wanted`, as in the step that DeepSpeed's flops profiler counts."""
-        for unit in self.unit_modules():
-            forward = vars(unit).get("forward")
-            if isinstance(forward, UnitForward):
-                forward.is_suspended = wanted
+        for _, forward in self._forwards():
+            forward.is_suspended = wanted
+
+    def _forwards(self) -> list[tuple[_UnitOfModel, UnitForward]]:
+        """Return the living units whose own forwards are replaced, with the forwards in their place."""
+        pairs = [(unit, getattr(unit.reference(), "forward", None)) for unit in self.units]
+        return [(unit, forward) for unit, forward in pairs if isinstance(forward, UnitForward)]
 
     def unit_modules(self) -> list[nn.Module]:
         """Return the units that still live, in the order of ``named_modules``."""
@@ -147,23 +150,16 @@ class UnitsModel:
 
     def _are_settled(self) -> bool:
         """Return True once it is decided which units go back to PyTorch since they are slower."""
-        forwards = [vars(unit).get("forward") for unit in self.unit_modules()]
-        return all(
-            forward.is_settled
-            for forward in forwards
-            if isinstance(forward, UnitForward) and isinstance(forward.compiled, ClassForward)
-        )
+        return all(forward.is_settled for _, forward in self._forwards() if isinstance(forward.compiled, ClassForward))
 
     def _uncaptured(self) -> dict[str, str]:
         """Return the units that Dynamo has been asked to compile, and of which it captured no graph."""
         captured = {graph.unit for graph in self.engine.record.graphs}
         return {
             unit.path: "Dynamo captured no graph of it"
-            for unit in self.units
-            if isinstance(
-                forward := getattr(getattr(unit.reference(), "forward", None), "compiled", None), ClassForward
-            )
-            and forward.has_run
+            for unit, forward in self._forwards()
+            if isinstance(forward.compiled, ClassForward)
+            and forward.compiled.has_run
             and unit.unit_class not in captured
         }
 
