@@ -107,12 +107,5 @@ class Backend(Protocol):
     def node_profiles(self, prefix: str) -> NodeProfiles:
         """Make new sessions record their nodes into files whose names begin with `prefix`."""
 
-    def build(self, force: bool) -> Any:
-        """Build the compiled parts that are missing, all of them with `force`; return a dataclass of the results.
-
-        Raises:
-            BuildError: the compiler or a header is missing, or the compiler fails.
-        """
-
     def examine(self) -> Examination:
         """Return which tools and compiled parts of the backend this machine has and lacks; raises no error."""

@@ -104,11 +104,6 @@ def node_profiles(prefix: str) -> NodeProfiles:
     return SessionProfiles(prefix)
 
 
-def build(force: bool) -> Any:
-    """Raise ConfigError: there is nothing to compile."""
-    raise ConfigError("the compile backend has no compiled parts; ort-zero build is for onnxruntime-training")
-
-
 def examine() -> Examination:
     """Return that nothing of ours needs a compiler."""
     from ort_zero.backends.interface import Examination
