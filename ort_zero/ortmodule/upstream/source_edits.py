@@ -19,9 +19,8 @@ class Edit(NamedTuple):
     find: str
     replace: str
     header: str = ""
-    """Header of torch that tells whether the edit is needed; empty if every torch needs the edit."""
     sign: str = ""
-    """The edit is needed where `header` has this text."""
+    """The edit is needed where torch's header `header` has this text; every torch needs an edit without a header."""
     times: int = 1
     """How often `find` must occur."""
 
