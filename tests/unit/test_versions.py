@@ -10,7 +10,8 @@ import pytest
 
 from ort_zero import config
 from ort_zero.compat import versions
-from ort_zero.errors import ConfigError, UnsupportedVersionError
+from ort_zero.errors import BuildError, ConfigError, UnsupportedVersionError
+from ort_zero.ortmodule.upstream import extensions
 
 ALL = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "onnx": "1.23.2"}
 TRAINING = {**ALL, "onnxruntime-training": "1.19.2"}
@@ -147,6 +148,9 @@ def test_a_python_without_a_wheel_lacks_onnxruntime_alone(installed, python):
     said = str(error.value)
     assert said.startswith(f"ORTModule cannot run on Python {python[0]}.{python[1]}")
     assert "install plain onnxruntime: pip install 'ort-zero[ort]'" in said and "\n" not in said
+    with pytest.raises(BuildError) as error:  # the compilation names no wheel that cannot be installed
+        extensions.extension_dir()
+    assert str(error.value) == said
 
 
 def test_a_build_of_ones_own_is_accepted_under_either_name_and_on_any_python(installed):

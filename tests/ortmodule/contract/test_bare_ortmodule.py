@@ -123,6 +123,7 @@ def test_an_import_alone_leaves_nothing_to_complain_of_at_exit():
     assert "Traceback" not in run("import torch, onnxruntime.training.ortmodule")
 
 
+@pytest.mark.smoke
 def test_an_encoder_trains_as_in_pytorch_with_named_arguments_and_results(ortmodule):
     torch.manual_seed(0)
     eager = Encoder()
@@ -202,10 +203,17 @@ def test_the_fallback_policy_is_upstreams(ortmodule, monkeypatch):
         assert torch.equal(result, nn.functional.linear(x, wrapped.weight, wrapped.bias))
 
 
-def test_the_users_own_exports_keep_todays_exporter(ortmodule):
-    export = torch.onnx.export
+def test_the_exporter_is_torchscripts_within_ortmodule_alone(ortmodule, monkeypatch):
+    arguments = []
+
+    def export(*args: Any, **kwargs: Any) -> None:
+        arguments.append(kwargs)
+        todays(*args, **kwargs)
+
+    todays = torch.onnx.export
+    monkeypatch.setattr(torch.onnx, "export", export)
     ortmodule.ORTModule(nn.Linear(4, 2))(torch.ones(2, 4))
-    assert torch.onnx.export is export
+    assert arguments[0]["dynamo"] is False and torch.onnx.export is export
 
 
 def test_upstreams_statistics_of_a_plain_model_run_without_cuda(tmp_path):
