@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ort_zero.errors import ConfigError
-
 if TYPE_CHECKING:
     from ort_zero import config
     from ort_zero.backends.interface import (

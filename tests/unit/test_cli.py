@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ort_zero.ortmodule.compat import extensions
 
 from ort_zero import __version__, doctor
 from ort_zero.backends import loading
