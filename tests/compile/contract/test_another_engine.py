@@ -131,6 +131,8 @@ def test_an_engine_trains_and_reports():
     assert (status["engine"], status["units"], status["settled"]) == ("whole graphs", ["0", "1", "2"], False)
     assert status["graph_runs"] == {"forward": 9, "backward": 9} and not status["failures"]
     assert announced == [model] and engine.first_steps == ["whole graphs"]
+    first, second = (graph.text() for graph in engine.record.graphs)
+    assert first == "forward" and second.startswith("forward; made since size 0 of x")
     (change,) = status["transitions"]
     assert (change["unit"], change["mode"]) == ("Block", "training") and "size 0 of x is 6, was 4" in change["reason"]
 
