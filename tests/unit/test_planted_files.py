@@ -421,7 +421,7 @@ def a_list_that_holds_itself(folder: Path) -> None:
     pickled(folder, pickle.dumps({"optimizer_state_dict": {"a": circle}}))
 
 
-@planted("zero2", "is not a file")
+@planted("zero2", "memo number")
 def a_place_in_the_memo_that_is_far_away(folder: Path) -> None:
     pickled(folder, b"\x80\x02}r" + struct.pack("<I", 0xFFFFFFFF) + b".")
 
