@@ -19,11 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ort_zero.checkpoint.files.storage import CHUNK, Folder
 from ort_zero.checkpoint.records import File
 from ort_zero.checkpoint.restricted_pickle.rebuild import read_pickle
-from ort_zero.checkpoint.restricted_pickle.values import (
-    HostilePickleError,
-    MalformedPickleError,
-    StoredTensor,
-)
+from ort_zero.checkpoint.restricted_pickle.values import HostilePickleError, MalformedPickleError, StoredTensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.crc32 import crc32
 
@@ -219,10 +215,9 @@ def _local_header(entry: zipfile.ZipInfo, found: bytes) -> bytes:
         length,
     )
     extra = found[len(header + name) :][:length]
-    # torch writes zeros for the second of the two sizes of a large record, which it learns later
-    fields = next(
-        (f for f in (entry.extra, entry.extra[:12] + bytes(8) + entry.extra[20:]) if extra.startswith(f)), b""
-    )
+    fields = entry.extra
+    if not extra.startswith(fields):  # torch writes zeros for the second size of a large record, which it learns later
+        fields = fields[:12] + bytes(8) + fields[20:]
     # other programs than torch write the sizes here, and may add fields of their own
     if deferred or extra.startswith(b"FB") or len(extra) < length:
         padding = max(0, length - len(fields) - 4)
@@ -250,9 +245,8 @@ def _content(
             from ort_zero.compat import torch_load
 
             with folder.open(name) as stream:
-                return torch_load.load_trusted(
-                    stream, lambda tensor, offset: check(_stored(tensor, offset))
-                ), frozenset()
+                content = torch_load.load_trusted(stream, lambda tensor, offset: check(_stored(tensor, offset)))
+            return content, frozenset()
         pickled = records[_PICKLE]
         data = folder.read(name, pickled.offset, pickled.length)
         key = (data, size, *storages.items())
@@ -261,7 +255,7 @@ def _content(
         return cache[key]
     except HostilePickleError as error:
         raise CheckpointError(
-            f"{path} calls {error.name}, which no checkpoint needs and which can run code when the file is loaded; "
+            f"{path} calls {error}, which no checkpoint needs and which can run code when the file is loaded; "
             "pass --trust-pickle (trust_pickle=True) only if you trust the file as you trust a program"
         ) from None
     except MalformedPickleError as error:

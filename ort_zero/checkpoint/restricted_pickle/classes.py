@@ -1,7 +1,7 @@
 """Rebuild pickled objects of harmless classes of Python, numpy and DeepSpeed.
 
 Each class has a builder here: a function that takes the record of an object, whose parts are rebuilt already, and
-returns the value. The record stays if the builder returns :data:`UNKNOWN` or raises one of :data:`ERRORS`.
+returns the value. The record stays if the builder returns None or raises one of :data:`ERRORS`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from collections.abc import Callable
 from operator import index
 from typing import Any
 
-from ort_zero.checkpoint.restricted_pickle.values import ClassReference, FragmentAddress, OpaqueObject
+from ort_zero.checkpoint.restricted_pickle.values import FragmentAddress, OpaqueObject
 
-UNKNOWN = object()
-"""Result of a builder for an object that stays a record."""
 ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 """What builders raise for other contents than the class pickles."""
 
@@ -37,8 +35,8 @@ def _call(make: Callable[..., Any], *types: type) -> _Builder:
     """Return a builder that calls `make` with the arguments of a record of nothing else, if all are of `types`."""
 
     def build(record: OpaqueObject) -> Any:
-        others = record.kwargs or record.state or record.items or record.entries
-        return UNKNOWN if others or not all(type(a) in types for a in record.args) else make(*record.args)
+        others = record.state or record.items or record.entries
+        return make(*record.args) if not others and all(type(a) in types for a in record.args) else None
 
     return build
 
@@ -48,7 +46,7 @@ def _call(make: Callable[..., Any], *types: type) -> _Builder:
 
 def _encoded(text: str, codec: str) -> Any:
     """Return bytes, which protocol 2 writes as text with a codec."""
-    return text.encode("latin1") if codec in ("latin1", "latin-1") else UNKNOWN
+    return text.encode("latin1") if codec in ("latin1", "latin-1") else None
 
 
 def _bytearray(content: Any = b"", *codec: str) -> Any:
@@ -58,24 +56,24 @@ def _bytearray(content: Any = b"", *codec: str) -> Any:
 def _default_dict(record: OpaqueObject) -> Any:
     (factory,) = record.args or (None,)
     if factory is not None:
-        factory = _FACTORIES[factory.class_name] if isinstance(factory, ClassReference) else UNKNOWN
+        factory = _FACTORIES[factory.class_name]
     return collections.defaultdict(factory, record.entries)
 
 
 def _deque(record: OpaqueObject) -> Any:
     items, max_length = (*record.args, None, None)[:2]
     fit = type(items) in (list, tuple, type(None))
-    return collections.deque([*(items or ()), *record.items], max_length) if fit else UNKNOWN
+    return collections.deque([*(items or ()), *record.items], max_length) if fit else None
 
 
 def _fraction(*parts: Any) -> Any:
-    return fractions.Fraction(*parts) if len(parts) == 2 or _FRACTION.fullmatch(*parts) else UNKNOWN
+    return fractions.Fraction(*parts) if len(parts) == 2 or _FRACTION.fullmatch(*parts) else None
 
 
 def _namespace(record: OpaqueObject) -> Any:
     state = record.state or {}
     if record.args or type(state) is not dict or not all(type(key) is str for key in state):
-        return UNKNOWN
+        return None
     namespace = argparse.Namespace()
     vars(namespace).update(state)
     return namespace
@@ -89,14 +87,14 @@ def _numpy_dtype(record: OpaqueObject) -> Any:
     import numpy as np
 
     text, order = record.args[0], record.state[1]
-    return np.dtype(text).newbyteorder(order) if _NUMPY_TYPE.fullmatch(text) and order in "<>|=" else UNKNOWN
+    return np.dtype(text).newbyteorder(order) if _NUMPY_TYPE.fullmatch(text) and order in "<>|=" else None
 
 
 def _numpy_array(raw: Any, dtype: Any, shape: Any, order: Any) -> Any:
     import numpy as np
 
     fit = isinstance(dtype, np.dtype) and type(raw) in (bytes, bytearray) and type(shape) is tuple
-    return np.frombuffer(bytearray(raw), dtype).reshape(shape, order=order) if fit else UNKNOWN
+    return np.frombuffer(bytearray(raw), dtype).reshape(shape, order=order) if fit else None
 
 
 def _numpy_state(record: OpaqueObject) -> Any:
@@ -125,7 +123,7 @@ BUILDERS: dict[str, _Builder] = {
     "datetime.time": _call(datetime.time, bytes, datetime.timezone),
     "datetime.timedelta": _call(datetime.timedelta, *_NUMBERS),
     "datetime.timezone": _call(datetime.timezone, datetime.timedelta, str),
-    "decimal.Decimal": _call(lambda text: decimal.Decimal(text) if len(text) < 1000 else UNKNOWN, str),
+    "decimal.Decimal": _call(lambda text: decimal.Decimal(text) if len(text) < 1000 else None, str),
     "fractions.Fraction": _call(_fraction, int, str),
     "uuid.UUID": lambda record: uuid.UUID(int=index(record.state["int"])),
     "numpy.dtype": _numpy_dtype,

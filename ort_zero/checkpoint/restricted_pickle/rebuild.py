@@ -79,7 +79,7 @@ class _Rebuilder:
     def value(self, raw: Any, depth: int) -> Any:
         """Return the value of `raw`, which lies `depth` levels below the outermost container."""
         if type(raw) in _PLAIN:
-            self._add(1)
+            self._count += 1
             return raw
         key = id(raw)
         if key in self._done:
@@ -114,7 +114,9 @@ class _Rebuilder:
             return TorchConstant("dtype", name) if raw.class_name != name and dtypes.is_dtype_name(name) else raw
         if not isinstance(raw, OpaqueObject):
             raise MalformedPickleError(f"it holds a value of the unexpected type {kind.__name__}")
-        raw.args, raw.kwargs, raw.state = (value(part, depth) for part in (raw.args, raw.kwargs, raw.state))
+        if isinstance(raw, PersistentId):
+            return self._storage(*raw.args)
+        raw.args, raw.state = value(raw.args, depth), value(raw.state, depth)
         raw.items = [value(item, depth) for item in raw.items]
         raw.entries = [(value(key, depth), value(item, depth)) for key, item in raw.entries]
         return self._object(raw)
@@ -122,20 +124,16 @@ class _Rebuilder:
     def _object(self, record: OpaqueObject) -> Any:
         """Return the value of a record whose parts are rebuilt, or the record itself if its class is unknown."""
         name = record.class_name
+        of_torch = _TORCH_BUILDERS.get(name)
         try:
-            if isinstance(record, PersistentId):
-                return self._storage(*record.args)
-            if name in _TORCH_BUILDERS:
-                result = _TORCH_BUILDERS[name](*record.args)
-            else:
-                result = classes.BUILDERS.get(name, lambda _: classes.UNKNOWN)(record)
+            result = of_torch(*record.args) if of_torch else classes.BUILDERS.get(name, lambda _: None)(record)
         except MalformedPickleError:
             raise
         except classes.ERRORS as error:
-            if name in _TORCH_BUILDERS or isinstance(record, PersistentId):
+            if of_torch:
                 raise MalformedPickleError(f"{name} has other arguments than torch writes: {error}") from None
-            result = classes.UNKNOWN
-        if result is classes.UNKNOWN:
+            result = None
+        if result is None:
             self.opaque.add(name)
             return record
         if type(result) is StoredTensor:
@@ -144,56 +142,51 @@ class _Rebuilder:
 
     def _storage(self, pid: Any) -> StoredStorage:
         """Return the storage of a persistent id: ("storage", class, key, device, number of elements)."""
-        word, kind, key, _, _, *_ = pid
-        if word != "storage" or not isinstance(kind, ClassReference) or type(key) is not str:
+        if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or type(pid[2]) is not str:
             raise MalformedPickleError("a persistent id in it is not of a storage of torch")
+        key = pid[2]
         if key not in self._storages:
             raise MalformedPickleError(f"the file has no record for its storage {key[:100]!r}")
-        return StoredStorage(*self._storages[key], _STORAGES.get(kind.class_name))
+        return StoredStorage(*self._storages[key], _STORAGES.get(getattr(pid[1], "class_name", "")))
 
 
 # ---- tensors --------------------------------------------------------------------------------------------------------
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Any:
-    """Return a dense tensor, pickled as _rebuild_tensor_v2(storage, offset, size, stride, ..., metadata)."""
-    if len(rest) > 2 and rest[2]:  # a conjugate or negated view: its values differ from the stored ones
-        return classes.UNKNOWN
-    return _stored_tensor(storage, storage.dtype, offset, shape, strides)
+def _tensor(
+    storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any = None, _hooks: Any = None, metadata: Any = None
+) -> Any:
+    """Return a dense tensor, pickled by _rebuild_tensor or _rebuild_tensor_v2 with these arguments."""
+    return _typed_tensor(storage, offset, shape, strides, None, None, TorchConstant("dtype", storage.dtype), metadata)
 
 
 def _typed_tensor(
     storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
 ) -> Any:
-    """Return a dense tensor, pickled as _rebuild_tensor_v3(storage, offset, size, stride, ..., dtype, metadata)."""
-    if metadata or type(dtype) is not TorchConstant or dtype.kind != "dtype":
-        return classes.UNKNOWN
-    return _stored_tensor(storage, dtype.name, offset, shape, strides)
-
-
-def _stored_tensor(storage: Any, dtype: str | None, offset: Any, shape: Any, strides: Any) -> Any:
+    """Return a dense tensor, pickled by _rebuild_tensor_v3 with these arguments."""
     if type(storage) is not StoredStorage:
         raise MalformedPickleError("a tensor has no storage")
-    if dtype is None:
-        return classes.UNKNOWN
+    # metadata: of a conjugate or negated view, whose values differ from the stored ones
+    if metadata or type(dtype) is not TorchConstant or not dtypes.is_dtype_name(dtype.name):
+        return None
     if type(shape) is not tuple or type(strides) is not tuple or not len(shape) == len(strides) <= _MAX_AXES:
         raise MalformedPickleError("a tensor has no shape, or its shape and strides do not fit together")
     if any(type(n) is not int or not 0 <= n < 1 << 63 for n in (*shape, *strides, offset)):
         raise MalformedPickleError("the shape, strides or offset of a tensor are below zero or too large")
-    begin = storage.offset + offset * dtypes.itemsize_of(dtype)
-    return StoredTensor(begin, dtype, shape, strides, storage.offset)
+    begin = storage.offset + offset * dtypes.itemsize_of(dtype.name)
+    return StoredTensor(begin, dtype.name, shape, strides, storage.offset)
 
 
 def _parameter(data: Any, *_: Any) -> Any:
     """Return the tensor of a parameter, pickled as _rebuild_parameter(data, requires_grad, hooks[, state])."""
-    return data if isinstance(data, StoredTensor) else classes.UNKNOWN
+    return data if isinstance(data, StoredTensor) else None
 
 
 def _tensor_with_attributes(function: Any, kind: Any, args: Any, _state: Any) -> Any:
     """Return a tensor without its attributes, pickled as _rebuild_from_type_v2(function, type, args, state)."""
     named = isinstance(function, ClassReference) and isinstance(kind, ClassReference)
     if not named or kind.class_name not in _TENSOR_TYPES or function.class_name not in _TORCH_BUILDERS:
-        return classes.UNKNOWN
+        return None
     return _TORCH_BUILDERS[function.class_name](*args)
 
 
@@ -201,7 +194,7 @@ def _size(numbers: Any) -> Any:
     """Return a ``torch.Size`` as a plain tuple."""
     shape = tuple(numbers)
     if any(type(number) is not int for number in shape) or len(shape) > _MAX_AXES:
-        return classes.UNKNOWN
+        return None
     if any(number < 0 for number in shape) or math.prod(shape) >= 1 << 63:
         raise MalformedPickleError("a shape has more elements than any tensor")
     return shape
@@ -209,12 +202,12 @@ def _size(numbers: Any) -> Any:
 
 def _device(*parts: Any) -> Any:
     name = ":".join(str(part) for part in parts)
-    return TorchConstant("device", name) if re.fullmatch(r"[a-z_0-9]{1,40}(:\d{1,4})?", name) else classes.UNKNOWN
+    return TorchConstant("device", name) if re.fullmatch(r"[a-z_0-9]{1,40}(:\d{1,4})?", name) else None
 
 
 def _layout(name: Any) -> Any:
     found = re.fullmatch(r"torch\.(strided|sparse_coo|sparse_(csr|csc|bsr|bsc)|jagged|_mkldnn)", name)
-    return TorchConstant("layout", found[1]) if found else classes.UNKNOWN
+    return TorchConstant("layout", found[1]) if found else None
 
 
 _TORCH_BUILDERS: dict[str, Callable[..., Any]] = {

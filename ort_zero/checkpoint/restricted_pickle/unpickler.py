@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import pickletools
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from typing import Any
 
@@ -84,44 +83,30 @@ class _Unpickler(pickle.Unpickler):
 # ---- the check before unpickling ------------------------------------------------------------------------------------
 
 
-_LENGTHS = {
-    pickletools.TAKEN_FROM_ARGUMENT1: 1,
-    pickletools.TAKEN_FROM_ARGUMENT4: 4,
-    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
-    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
-}
-"""Bytes of the length before an argument."""
+def _codes(names: dict[int, str]) -> dict[int, int]:
+    """Return the number of each opcode by its code; `names` are those of the module pickle, by the number."""
+    return {getattr(pickle, name)[0]: number for number, line in names.items() for name in line.split()}
 
 
-def _described(opcode: pickletools.OpcodeInfo) -> tuple[int, bool, int, bool, int]:
-    """Return what an opcode reads, and what it does to the stack.
-
-    Returns:
-        The bytes of the argument, or of the length before it; True if it is a length; the number of values taken from
-        the stack, below the mark if there is one; True if all values down to a mark are taken; the number put there.
-    """
-    size = 0 if opcode.arg is None else opcode.arg.n
-    before, mark = opcode.stack_before, pickletools.markobject
-    takes = before.index(mark) if mark in before else len(before)
-    return _LENGTHS.get(size, max(size, 0)), size in _LENGTHS, takes, mark in before, len(opcode.stack_after)
-
-
-_NAMES = (
-    "PROTO FRAME STOP MARK POP POP_MARK GLOBAL STACK_GLOBAL REDUCE NEWOBJ NEWOBJ_EX BUILD BINPERSID NONE NEWTRUE "
-    "NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES "
-    "BINBYTES BINBYTES8 BYTEARRAY8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM "
-    "SETITEMS EMPTY_SET ADDITEMS FROZENSET MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET"
-).split()
-"""What the picklers of Python 3 write; not numbers of the registry of extensions, nor buffers beside the pickle."""
-_OPCODES = {ord(opcode.code): _described(opcode) for opcode in pickletools.opcodes if opcode.name in _NAMES}
+_VALUES = _codes(
+    {0: "NONE NEWTRUE NEWFALSE EMPTY_TUPLE EMPTY_LIST EMPTY_DICT EMPTY_SET", 1: "BININT1", 2: "BININT2", 4: "BININT"}
+    | {8: "BINFLOAT"}
+)
+"""Bytes of the argument of opcodes that only put a value on the stack."""
+_LENGTHS = _codes(
+    {1: "LONG1 SHORT_BINUNICODE SHORT_BINBYTES", 4: "LONG4 BINUNICODE BINBYTES", 8: "BINUNICODE8 BINBYTES8 BYTEARRAY8"}
+)
+"""Bytes of the length before the argument, for opcodes that put it on the stack."""
+_OTHERS = _codes({0: "MARK GLOBAL MEMOIZE", 1: "PROTO BINPUT BINGET", 4: "LONG_BINPUT LONG_BINGET", 8: "FRAME"})
+"""Bytes of the argument."""
+_TAKERS = _codes(
+    {1: "STOP POP BINPERSID TUPLE1", 2: "STACK_GLOBAL REDUCE NEWOBJ BUILD APPEND TUPLE2", 3: "NEWOBJ_EX SETITEM TUPLE3"}
+)
+"""Number of values taken from the stack."""
+_MARK_TAKERS = _codes({0: "POP_MARK TUPLE FROZENSET", 1: "APPENDS SETITEMS ADDITEMS"})
+"""Number of values taken from below the last mark, for opcodes that take all above it as well."""
 _STOP, _MARK, _PROTO, _FRAME, _GLOBAL, _MEMOIZE = b".(\x80\x95c\x94"
-_PUTS, _GETS, _INTEGERS, _TUPLES = b"qr", b"hj", b"\x8a\x8b", b"t\x85\x86\x87\x91"
-_PUSHES = {
-    code: 1 + width
-    for code, (width, *others) in _OPCODES.items()
-    if others == [False, 0, False, 1] and code not in (_MARK, _GLOBAL, *_GETS)
-}
-"""Size in bytes of the opcodes that only put a small value on the stack."""
+_PUTS, _GETS, _INTEGERS, _TUPLES, _WITHOUT_RESULT = b"qr", b"hj", b"\x8a\x8b", b"t\x85\x86\x87\x91", b".01"
 _KEYS = {ord("s"): (1, 2), ord("u"): (1, 2), 0x90: (1, 1), 0x91: (0, 1)}
 """The keys that an opcode hashes: place of the first among the values that are taken, and distance to the next."""
 
@@ -133,8 +118,8 @@ def check_opcodes(data: bytes) -> None:
     more. Every other value has size 1, since its hash does not depend on its contents.
 
     Raises:
-        MalformedPickleError: a length, a memo number, an integer or a key is too large, or an opcode is not written by
-            Python 3 or lacks its values.
+        MalformedPickleError: a length, a memo number, an integer or a key is too large, or an opcode is none of those
+            that the picklers of Python 3 write, or lacks its values.
         IndexError, KeyError, ValueError: the pickle ends early, or a memo number has no value.
     """
     sizes: list[int] = []  # of the values on the stack
@@ -143,42 +128,42 @@ def check_opcodes(data: bytes) -> None:
     code, position = 0, 0
     while code != _STOP:
         start, code = position, data[position]
-        if code in _PUSHES:
+        position += 1
+        if code in _VALUES:
             sizes.append(1)
-            position += _PUSHES[code]
-            continue
-        if code not in _OPCODES:
-            raise MalformedPickleError(f"opcode {code:#04x} at byte {start} is not known")
-        width, counted, takes, to_mark, gives = _OPCODES[code]
-        position += 1 + width
-        number = int.from_bytes(data[start + 1 : position], "little") if width else 0
-        if code in _PUTS or code == _MEMOIZE:
-            number = number if width else len(memo)
-            if number > len(memo) + 1:
-                raise MalformedPickleError(f"memo number {number} at byte {start} does not follow the others")
-            memo[number] = sizes[-1]
-        elif code in _GETS:
-            sizes.append(memo[number])
-        elif code == _MARK:
-            marks.append(len(sizes))
-        elif takes or to_mark:
-            begin = (marks.pop() if to_mark else len(sizes)) - takes
+            position += _VALUES[code]
+        elif code in _TAKERS or code in _MARK_TAKERS:
+            begin = len(sizes) - _TAKERS[code] if code in _TAKERS else marks.pop() - _MARK_TAKERS[code]
             if begin < (marks[-1] if marks else 0):
                 raise MalformedPickleError(f"too few values at byte {start}")
             first, step = _KEYS.get(code, (0, 0))
             if step and max(sizes[begin + first :: step], default=0) > _MAX_KEY_VALUES:
                 raise MalformedPickleError(f"a key at byte {start} is nested too deeply or has too many values")
-            sizes[begin:] = [1 + sum(sizes[begin:])] if code in _TUPLES else [1] * gives
-        else:
-            if counted:
-                position += number
-                sizes.append(1)
-            elif code == _GLOBAL:
-                position = data.index(b"\n", data.index(b"\n", start) + 1) + 1
-                sizes.append(1)
-            if position + (number if code == _FRAME else 0) > len(data):
-                raise MalformedPickleError(f"{number} bytes are announced at byte {start}, fewer are left")
+            size = 1 + sum(sizes[begin:]) if code in _TUPLES else 1
+            sizes[begin:] = () if code in _WITHOUT_RESULT else (size,)
+        elif code in _LENGTHS or code in _OTHERS:
+            width = _LENGTHS[code] if code in _LENGTHS else _OTHERS[code]
+            number = int.from_bytes(data[position : position + width], "little") if code != _MEMOIZE else len(memo)
+            position += width
             if code in _INTEGERS and number > _MAX_INTEGER_BYTES:
                 raise MalformedPickleError(f"an integer at byte {start} is too long: {number} bytes")
-            if code == _PROTO and not 2 <= number <= pickle.HIGHEST_PROTOCOL:
+            if position + (number if code in _LENGTHS or code == _FRAME else 0) > len(data):
+                raise MalformedPickleError(f"{number} bytes are announced at byte {start}, fewer are left")
+            if code in _PUTS or code == _MEMOIZE:
+                if number > len(memo) + 1:
+                    raise MalformedPickleError(f"memo number {number} at byte {start} does not follow the others")
+                memo[number] = sizes[-1]
+            elif code in _GETS:
+                sizes.append(memo[number])
+            elif code == _MARK:
+                marks.append(len(sizes))
+            elif code == _GLOBAL:
+                sizes.append(1)
+                position = data.index(b"\n", data.index(b"\n", position) + 1) + 1
+            elif code in _LENGTHS:
+                sizes.append(1)
+                position += number
+            elif code == _PROTO and not 2 <= number <= pickle.HIGHEST_PROTOCOL:
                 raise MalformedPickleError(f"its protocol is {number}, not 2 to {pickle.HIGHEST_PROTOCOL}")
+        else:
+            raise MalformedPickleError(f"opcode {code:#04x} at byte {start} is not known")

@@ -18,15 +18,7 @@ class MalformedPickleError(ValueError):
 
 
 class HostilePickleError(Exception):
-    """The error for a pickle that calls a function acting on the machine, or calls the result of another call.
-
-    Attributes:
-        name: full name of the function.
-    """
-
-    def __init__(self, name: str):
-        super().__init__(name)
-        self.name = name
+    """The error for a pickle that calls a function acting on the machine, or the result of another call; its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +97,12 @@ class OpaqueObject(metaclass=ClassReference):
     Python's unpickler fills the record by the methods here, which only keep what they are given.
     """
 
-    __slots__ = ("args", "entries", "items", "kwargs", "state")
+    __slots__ = ("args", "entries", "items", "state")
     class_name = "an object that contains itself"
     """Full name of the class, or of the function that unpickling would call to make the object."""
 
     args: tuple
     """Arguments of the class or function."""
-    kwargs: dict
     state: Any
     """State that unpickling would set: a dict of attributes by name, unless the class defines another form."""
     items: list
@@ -119,10 +110,10 @@ class OpaqueObject(metaclass=ClassReference):
     entries: list[tuple[Any, Any]]
     """(key, value) pairs that unpickling would set in the object."""
 
-    def __new__(cls, /, *args: Any, **kwargs: Any) -> OpaqueObject:
-        """Return a record with the arguments of the class or function."""
+    def __new__(cls, /, *args: Any, **_kwargs: Any) -> OpaqueObject:
+        """Return a record with the arguments of the class or function; no reader needs the keywords."""
         record = object.__new__(cls)
-        record.args, record.kwargs, record.state, record.items, record.entries = args, kwargs, None, [], []
+        record.args, record.state, record.items, record.entries = args, None, [], []
         return record
 
     def __setstate__(self, state: Any) -> None:
@@ -148,7 +139,3 @@ class OpaqueObject(metaclass=ClassReference):
 
     def __repr__(self) -> str:
         return f"<{self.class_name}>"
-
-    def attribute(self, name: str, default: Any = None) -> Any:
-        """Return the attribute `name` that unpickling would set, or `default`."""
-        return self.state.get(name, default) if isinstance(self.state, dict) else default
