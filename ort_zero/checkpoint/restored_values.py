@@ -39,7 +39,11 @@ def _restored(value: Any, read: Callable[[StoredTensor], torch.Tensor], where: s
     if kind is StoredTensor:
         return read(value)
     if kind is TorchConstant:
-        return torch.device(value.name) if value.kind == "device" else getattr(torch, value.name)
+        try:
+            return torch.device(value.name) if value.kind == "device" else getattr(torch, value.name)
+        except (AttributeError, RuntimeError):  # this version of torch does not have it
+            kept[where] = f"torch.{value.kind}"
+            return value
     if isinstance(value, (OpaqueObject, ClassReference, StoredStorage)):
         kept[where] = getattr(value, "class_name", "a storage of torch")
         return value

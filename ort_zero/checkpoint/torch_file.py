@@ -192,17 +192,17 @@ def _not_a_zip(folder: Folder, name: str, size: int, error: Exception) -> Checkp
     return CorruptCheckpointError(f"{path} is not a file of torch.save ({error})")
 
 
-def _local_header(entry: zipfile.ZipInfo, found: bytes) -> bytes:
-    """Return the bytes that should lie before the data of `entry`; `found` are those that do, and some more.
+def _local_header(entry: zipfile.ZipInfo, raw: bytes) -> bytes:
+    """Return the bytes that should lie before the data of `entry`; `raw` begins with what does lie there.
 
-    The length of the extra fields is known from `found` alone. torch ends them with one field "FB", filled with "Z", so
+    The length of the extra fields is known from `raw` alone. torch ends them with one field "FB", filled with "Z", so
     that the data begins at a multiple of 64.
     """
     name = entry.filename.encode()
     deferred = entry.flag_bits & _HAS_DESCRIPTOR  # CRC and sizes then follow after the data
     size = min(entry.file_size, 0xFFFFFFFF)
     year, month, day, hour, minute, second = entry.date_time
-    length = int.from_bytes(found[_LOCAL.size - 2 : _LOCAL.size], "little")
+    length = int.from_bytes(raw[_LOCAL.size - 2 : _LOCAL.size], "little")
     header = _LOCAL.pack(
         b"PK\x03\x04",
         entry.extract_version,
@@ -214,7 +214,7 @@ def _local_header(entry: zipfile.ZipInfo, found: bytes) -> bytes:
         len(name),
         length,
     )
-    extra = found[len(header + name) :][:length]
+    extra = raw[len(header + name) :][:length]
     fields = entry.extra
     if not extra.startswith(fields):  # torch writes zeros for the second size of a large record, which it learns later
         fields = fields[:12] + bytes(8) + fields[20:]

@@ -206,8 +206,8 @@ def _device(*parts: Any) -> Any:
 
 
 def _layout(name: Any) -> Any:
-    found = re.fullmatch(r"torch\.(strided|sparse_coo|sparse_(csr|csc|bsr|bsc)|jagged|_mkldnn)", name)
-    return TorchConstant("layout", found[1]) if found else None
+    layout = re.fullmatch(r"torch\.(strided|sparse_coo|sparse_(csr|csc|bsr|bsc)|jagged|_mkldnn)", name)
+    return TorchConstant("layout", layout[1]) if layout else None
 
 
 _TORCH_BUILDERS: dict[str, Callable[..., Any]] = {

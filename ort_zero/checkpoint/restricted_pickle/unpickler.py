@@ -84,7 +84,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _codes(names: dict[int, str]) -> dict[int, int]:
-    """Return the number of each opcode by its code; `names` are those of the module pickle, by the number."""
+    """Return the number of each opcode by its code; `names` has the names in the module pickle, by the number."""
     return {getattr(pickle, name)[0]: number for number, line in names.items() for name in line.split()}
 
 
@@ -118,8 +118,8 @@ def check_opcodes(data: bytes) -> None:
     more. Every other value has size 1, since its hash does not depend on its contents.
 
     Raises:
-        MalformedPickleError: a length, a memo number, an integer or a key is too large, or an opcode is none of those
-            that the picklers of Python 3 write, or lacks its values.
+        MalformedPickleError: a length, a memo number, an integer or a key is too large; an opcode lacks its values, or
+            no pickler of Python 3 writes it.
         IndexError, KeyError, ValueError: the pickle ends early, or a memo number has no value.
     """
     sizes: list[int] = []  # of the values on the stack
