@@ -219,7 +219,7 @@ def _local_header(entry: zipfile.ZipInfo, raw: bytes) -> bytes:
     if not extra.startswith(fields):  # torch writes zeros for the second size of a large record, which it learns later
         fields = fields[:12] + bytes(8) + fields[20:]
     # other programs than torch write the sizes here, and may add fields of their own
-    if deferred or extra.startswith(b"FB") or len(extra) < length:
+    if deferred or extra.startswith(fields + b"FB") or len(extra) < length:
         padding = max(0, length - len(fields) - 4)
         extra = (fields + b"FB" + padding.to_bytes(2, "little") + b"Z" * padding)[:length]
     return header + name + extra
