@@ -39,9 +39,13 @@ def _restored(value: Any, read: Callable[[StoredTensor], torch.Tensor], where: s
     if kind is StoredTensor:
         return read(value)
     if kind is TorchConstant:
-        return torch.device(value.name) if value.kind == "device" else getattr(torch, value.name)
-    if kind in (OpaqueObject, ClassReference, StoredStorage):
-        kept[where] = str(getattr(value, "class_name", None) or getattr(value, "name", "a storage of torch"))
+        try:
+            return torch.device(value.name) if value.kind == "device" else getattr(torch, value.name)
+        except (AttributeError, RuntimeError):  # this version of torch does not have it
+            kept[where] = f"torch.{value.kind}"
+            return value
+    if isinstance(value, (OpaqueObject, ClassReference, StoredStorage)):
+        kept[where] = getattr(value, "class_name", "a storage of torch")
         return value
     if isinstance(value, dict):
         items = {_restored(k, read, where, kept): _restored(v, read, f"{where}[{k!r}]", kept) for k, v in value.items()}

@@ -6,20 +6,20 @@ descriptors after the records. Together with the CRC-32 of the records, these ch
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ort_zero.checkpoint.files.storage import CHUNK, Folder
 from ort_zero.checkpoint.records import File
-from ort_zero.checkpoint.restricted_pickle.machine import HostilePickleError, MalformedPickleError, interpret
-from ort_zero.checkpoint.restricted_pickle.rebuild import rebuild
-from ort_zero.checkpoint.restricted_pickle.values import OpaqueObject, StoredTensor
+from ort_zero.checkpoint.restricted_pickle.rebuild import read_pickle
+from ort_zero.checkpoint.restricted_pickle.values import HostilePickleError, MalformedPickleError, StoredTensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.crc32 import crc32
 
@@ -31,9 +31,8 @@ _DESCRIPTORS = (struct.Struct("<4s3I"), struct.Struct("<4sI2Q"))  # sizes below 
 _END = struct.Struct("<4s4H2IH")
 """The last record of a zip without a comment, which torch never writes."""
 _HAS_DESCRIPTOR = 0x08
-_PADDING = 0x4246  # id of torch's extra field "FB", filled with "Z" so that the data begins at a multiple of 64
-_PADDING_START = _PADDING.to_bytes(2, "little")
-_MAX_EXTRA = 256  # bytes
+_MAX_EXTRA = 256
+"""Maximum number of bytes of the extra fields, or of a descriptor."""
 _PICKLE = "data.pkl"
 _DATA = "data/"
 _MAX_SMALL = 1 << 20
@@ -148,28 +147,35 @@ def read_records(folder: Folder, name: str) -> list[_Record]:
             end = archive.start_dir
     except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, ValueError, struct.error) as error:
         raise _not_a_zip(folder, name, size, error) from None
-    # one read is faster than a read per header
-    whole = folder.read(name) if size <= _MAX_SMALL else None
-
-    def read(offset: int, length: int) -> bytes:
-        return folder.read(name, offset, length) if whole is None else whole[offset : offset + length]
-
     last = folder.read(name, max(0, size - _END.size), min(size, _END.size))
     if not last.startswith(b"PK\x05\x06"):
         raise CorruptCheckpointError(f"{path} is too long or damaged: it does not end with its zip directory")
     repeated = [name for name, count in Counter(entry.filename for entry in entries).items() if count > 1]
     if repeated:
         raise CorruptCheckpointError(f"{path} is damaged: two of its records are named {repeated[0]}")
+    # one read is faster than a read per header
+    whole = folder.read(name) if size <= _MAX_SMALL else None
     records, position = [], 0
-    before: zipfile.ZipInfo | None = None
+    fitting: tuple[bytes, ...] = (b"",)  # what may lie between the record before and the next header
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
             raise CheckpointError(f"{path} holds compressed data ({entry.filename}); save it again with torch.save")
-        offset = _data_offset(path, read, size, before, position, entry)
-        records.append(_Record(entry.filename, offset, entry.file_size, entry.CRC))
-        before, position = entry, offset + entry.file_size
-    if before is not None:
-        _check_descriptor(path, before, read(position, max(0, end - position)))
+        gap = entry.header_offset - position
+        length = gap + _LOCAL.size + len(entry.filename.encode()) + _MAX_EXTRA if 0 <= gap <= _MAX_EXTRA else 0
+        length = max(0, min(length, size - position))
+        raw = folder.read(name, position, length) if whole is None else whole[position : position + length]
+        header = _local_header(entry, raw[gap:])
+        position += gap + len(header) + entry.file_size
+        if raw[:gap] not in fitting or not raw.startswith(header, gap) or position > size:
+            raise CorruptCheckpointError(
+                f"{path} is damaged: what lies before its record {entry.filename} does not fit the zip directory"
+            )
+        records.append(_Record(entry.filename, position - entry.file_size, entry.file_size, entry.CRC))
+        fitting = _descriptors(entry)
+    if folder.read(name, position, max(0, min(end - position, _MAX_EXTRA))) not in fitting:
+        raise CorruptCheckpointError(
+            f"{path} is damaged: what lies after its last record does not fit the zip directory"
+        )
     # torch.serialization.set_crc32_options(False) leaves zeros; the CRC-32 of a record without bytes is zero as well
     has_checksums = any(record.crc for record in records)
     return records if has_checksums else [record._replace(crc=None) for record in records]
@@ -186,117 +192,70 @@ def _not_a_zip(folder: Folder, name: str, size: int, error: Exception) -> Checkp
     return CorruptCheckpointError(f"{path} is not a file of torch.save ({error})")
 
 
-def _data_offset(
-    path: str,
-    read: Callable[[int, int], bytes],
-    size: int,
-    before: zipfile.ZipInfo | None,
-    position: int,
-    entry: zipfile.ZipInfo,
-) -> int:
-    """Check the bytes between `position` and the data of `entry`; return the offset of the data in bytes."""
-    encoded = entry.filename.encode()
-    gap = entry.header_offset - position
-    length = gap + _LOCAL.size + len(encoded) + _MAX_EXTRA
-    if gap < 0 or gap > _MAX_EXTRA or position + gap + _LOCAL.size > size:
-        raise _damaged_header(path, entry)
-    raw = read(position, min(length, size - position))
-    if before is not None:
-        _check_descriptor(path, before, raw[:gap])
-    begin = gap + _LOCAL.size
+def _local_header(entry: zipfile.ZipInfo, raw: bytes) -> bytes:
+    """Return the bytes that should lie before the data of `entry`; `raw` begins with what does lie there.
+
+    The length of the extra fields is known from `raw` alone. torch ends them with one field "FB", filled with "Z", so
+    that the data begins at a multiple of 64.
+    """
+    name = entry.filename.encode()
     deferred = entry.flag_bits & _HAS_DESCRIPTOR  # CRC and sizes then follow after the data
-    size_field = min(entry.file_size, 0xFFFFFFFF)
+    size = min(entry.file_size, 0xFFFFFFFF)
     year, month, day, hour, minute, second = entry.date_time
-    extra_length = int.from_bytes(raw[begin - 2 : begin], "little")
-    expected = _LOCAL.pack(
+    length = int.from_bytes(raw[_LOCAL.size - 2 : _LOCAL.size], "little")
+    header = _LOCAL.pack(
         b"PK\x03\x04",
         entry.extract_version,
         entry.flag_bits,
         entry.compress_type,
         hour << 11 | minute << 5 | second >> 1,
         year - 1980 << 9 | month << 5 | day,
-        *((0, 0, 0) if deferred else (entry.CRC, size_field, size_field)),
-        len(encoded),
-        extra_length,
+        *((0, 0, 0) if deferred else (entry.CRC, size, size)),
+        len(name),
+        length,
     )
-    end_of_name = begin + len(encoded)
-    fits = (
-        raw[gap:end_of_name] == expected + encoded
-        and _is_extra(raw[end_of_name : end_of_name + extra_length], extra_length, entry.extra if deferred else None)
-        and entry.header_offset + _LOCAL.size + len(encoded) + extra_length + entry.file_size <= size
-    )
-    if not fits:
-        raise _damaged_header(path, entry)
-    return entry.header_offset + _LOCAL.size + len(encoded) + extra_length
+    extra = raw[len(header + name) :][:length]
+    fields = entry.extra
+    if not extra.startswith(fields):  # torch writes zeros for the second size of a large record, which it learns later
+        fields = fields[:12] + bytes(8) + fields[20:]
+    # other programs than torch write the sizes here, and may add fields of their own
+    if deferred or extra.startswith(fields + b"FB") or len(extra) < length:
+        padding = max(0, length - len(fields) - 4)
+        extra = (fields + b"FB" + padding.to_bytes(2, "little") + b"Z" * padding)[:length]
+    return header + name + extra
 
 
-def _damaged_header(path: str, entry: zipfile.ZipInfo) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{path} is damaged: the header of its record {entry.filename} does not fit the zip directory"
-    )
-
-
-def _is_extra(extra: bytes, length: int, expected: bytes | None) -> bool:
-    """Return True if `extra` has `length` bytes of extra fields: padding and, if not None, the `expected` fields."""
-    if len(extra) != length:
-        return False
-    others = b""
-    if length >= 4 and extra == _PADDING_START + (length - 4).to_bytes(2, "little") + b"Z" * (length - 4):
-        extra = b""  # padding alone, as in nearly all files
-    while extra:
-        if len(extra) < 4:
-            return False
-        kind, size = struct.unpack_from("<2H", extra)
-        whole, extra = extra[: 4 + size], extra[4 + size :]
-        if len(whole) != 4 + size or (kind == _PADDING and whole[4:].strip(b"Z")):
-            return False
-        others += b"" if kind == _PADDING else whole
-    # torch writes zeros for the second of the two sizes of a large record, which it learns later
-    return expected is None or others in (expected, expected[:12] + bytes(8) + expected[20:])
-
-
-def _check_descriptor(path: str, entry: zipfile.ZipInfo, raw: bytes) -> None:
-    """Raise CorruptCheckpointError if the bytes after the data of `entry` are not its descriptor."""
+def _descriptors(entry: zipfile.ZipInfo) -> tuple[bytes, ...]:
+    """Return what may follow the data of `entry`: the sizes have 4 or 8 bytes."""
     if not entry.flag_bits & _HAS_DESCRIPTOR:
-        expected: tuple[bytes, ...] = (b"",)
-    else:
-        values = (b"PK\x07\x08", entry.CRC, entry.compress_size, entry.file_size)
-        expected = tuple(d.pack(*values) for d in _DESCRIPTORS if d is _DESCRIPTORS[1] or entry.file_size < 1 << 32)
-    if raw not in expected:
-        raise CorruptCheckpointError(
-            f"{path} is damaged: the bytes after its record {entry.filename} do not fit the zip directory"
-        )
+        return (b"",)
+    values = (b"PK\x07\x08", entry.CRC, entry.compress_size, entry.file_size)
+    return tuple(d.pack(*values) for d in _DESCRIPTORS if d is _DESCRIPTORS[1] or entry.file_size < 1 << 32)
 
 
 def _content(
     folder: Folder, name: str, size: int, records: Mapping[str, _Record], trust_pickle: bool, cache: Contents
 ) -> tuple[Any, frozenset[str]]:
-    """Return the content of a file's pickle, and the names of the unknown classes in it.
-
-    Each tensor must lie in a record of the file, and must not be larger than the `size` bytes of the file.
-    """
+    """Return the content of a file's pickle, and the names of the unknown classes in it."""
     path = folder.path(name)
-    lengths = {record.offset: record.length for record in records.values()}
+    storages = {key.removeprefix(_DATA): (r.offset, r.length) for key, r in records.items() if key.startswith(_DATA)}
+    check = functools.partial(_check_place, path, dict(storages.values()), size)
     try:
         if trust_pickle:
             from ort_zero.compat import torch_load
 
             with folder.open(name) as stream:
-                content = torch_load.load_trusted(stream, _stored)
-            _check_places(path, content, lengths, size)
+                content = torch_load.load_trusted(stream, lambda tensor, offset: check(_stored(tensor, offset)))
             return content, frozenset()
         pickled = records[_PICKLE]
         data = folder.read(name, pickled.offset, pickled.length)
-        places = {key.removeprefix(_DATA): (r.offset, r.length) for key, r in records.items() if key.startswith(_DATA)}
-        key = (data, size, *places.items())
+        key = (data, size, *storages.items())
         if key not in cache:
-            content, opaque = rebuild(interpret(data), places, pickled.length)
-            _check_places(path, content, lengths, size)
-            cache[key] = content, opaque
+            cache[key] = read_pickle(data, storages, check)
         return cache[key]
     except HostilePickleError as error:
         raise CheckpointError(
-            f"{path} calls {error.name}, which no checkpoint needs and which can run code when the file is loaded; "
+            f"{path} calls {error}, which no checkpoint needs and which can run code when the file is loaded; "
             "pass --trust-pickle (trust_pickle=True) only if you trust the file as you trust a program"
         ) from None
     except MalformedPickleError as error:
@@ -307,39 +266,26 @@ def _content(
         raise CheckpointError(f"{path} cannot be unpickled: {type(error).__name__}: {error}") from error
 
 
-def _check_places(path: str, content: Any, lengths: dict[int, int], size: int) -> None:
-    """Raise CorruptCheckpointError for a tensor outside of its storage's record, or larger than the file.
+def _check_place(path: str, lengths: Mapping[int, int], size: int, value: StoredTensor) -> StoredTensor:
+    """Return `value`, which lies in a record of the file and is not larger than the file.
 
     A tensor may repeat its elements (stride 0), so a few bytes can describe a tensor of any size. An output file would
     contain every repetition, so the size of the file limits the size of the tensor.
 
     Args:
         path: path of the file, for messages.
-        content: content of the file.
-        lengths: length in bytes of each record by its offset.
+        lengths: length in bytes of each storage's record by its offset.
         size: size of the file in bytes.
+        value: the tensor.
+
+    Raises:
+        CorruptCheckpointError: the tensor lies outside of its storage's record, or is larger than the file.
     """
-    waiting, seen = [content], set()
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, (dict, list, tuple, OpaqueObject)):
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-        if isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, (list, tuple)):
-            waiting += value
-        elif isinstance(value, OpaqueObject):
-            waiting += [value.args, value.kwargs, value.state, value.items, value.entries]
-        elif isinstance(value, StoredTensor) and 0 not in value.shape:
-            _check_place(path, value, lengths.get(value.storage_offset, -1), size)
-
-
-def _check_place(path: str, value: StoredTensor, length: int, size: int) -> None:
+    if 0 in value.shape:
+        return value
     span = sum((n - 1) * s for n, s in zip(value.shape, value.strides)) + 1
     end = value.offset - value.storage_offset + span * value.itemsize
-    if min(value.strides, default=0) < 0 or end > length:
+    if min(value.strides, default=0) < 0 or end > lengths.get(value.storage_offset, -1):
         raise CorruptCheckpointError(f"{path} is damaged: a tensor of shape {list(value.shape)} has no record")
     whole = math.prod(value.shape) * value.itemsize
     if whole > max(size, _MAX_SMALL):
@@ -347,6 +293,7 @@ def _check_place(path: str, value: StoredTensor, length: int, size: int) -> None
             f"{path}: a tensor of shape {list(value.shape)} repeats its elements to {whole} bytes, more than the "
             f"file has ({size})"
         )
+    return value
 
 
 def _stored(tensor: torch.Tensor, storage_offset: int) -> StoredTensor:

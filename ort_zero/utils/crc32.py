@@ -21,44 +21,32 @@ except ImportError:
             second: CRC-32 of the second piece.
             length: bytes of the second piece.
         """
-        return _append_zeros(first, length) ^ second
+        power = 0
+        while length:  # a byte of zero multiplies the polynomial of the bytes before by x ** 8
+            if length & 1:
+                first = _product(_zeros(power), first)
+            length >>= 1
+            power += 1
+        return first ^ second
 
 
 _POLYNOMIAL = 0xEDB88320
-_BITS = 32
+"""The divisor of CRC-32; as in each polynomial here, the highest bit has the lowest power of x."""
 
 __all__ = ["crc32", "crc32_combine"]
 
 
-def _append_zeros(crc: int, length: int) -> int:
-    """Return the CRC-32 `crc` advanced by `length` bytes of zero, in as many steps as `length` has bits."""
-    power = 0
-    while length:
-        if length & 1:
-            crc = _apply(_operator(power), crc)
-        length >>= 1
-        power += 1
-    return crc
-
-
-def _apply(columns: tuple[int, ...], vector: int) -> int:
-    """Return the product of a matrix over GF(2), in the form of its columns, and a vector of bits."""
+def _product(first: int, second: int) -> int:
+    """Return the product of two polynomials over GF(2), modulo the divisor of CRC-32."""
     result = 0
-    for column in columns:
-        if vector & 1:
-            result ^= column
-        vector >>= 1
+    for bit in range(31, -1, -1):
+        if first >> bit & 1:
+            result ^= second
+        second = second >> 1 ^ (_POLYNOMIAL if second & 1 else 0)
     return result
 
 
 @functools.cache
-def _operator(power: int) -> tuple[int, ...]:
-    """Return the matrix that advances a CRC-32 by ``2 ** power`` bytes of zero."""
-    if power == 0:
-        one_bit = (_POLYNOMIAL, *(1 << bit for bit in range(_BITS - 1)))
-        columns = one_bit
-        for _ in range(3):  # eight bits are three doublings
-            columns = tuple(_apply(columns, column) for column in columns)
-        return columns
-    half = _operator(power - 1)
-    return tuple(_apply(half, column) for column in half)
+def _zeros(power: int) -> int:
+    """Return the polynomial that appends ``2 ** power`` bytes of zero."""
+    return 1 << 23 if power == 0 else _product(_zeros(power - 1), _zeros(power - 1))

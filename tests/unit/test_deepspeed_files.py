@@ -24,7 +24,7 @@ from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.records import MASTER
 from ort_zero.checkpoint.restored_values import restored
-from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
+from ort_zero.checkpoint.restricted_pickle.values import StoredTensor, TorchConstant
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -410,6 +410,8 @@ def test_values_of_users_are_restored_where_their_class_is_harmless(tmp_path):
     assert type(found["order"][0]) is OrderedDict and found["table"].default_factory is int
     assert found["table"]["best"].equal(held["table"]["best"])
     assert left == {"client_state['other'][0]": f"{Foreign.__module__}.Foreign"}
+    unknown = TorchConstant("device", "no_such_device:1")  # of a later version of torch, or of a hostile file
+    assert restored([unknown], value, "v") == ([unknown], {"v[0]": "torch.device"})
 
 
 def test_unknown_dtype(tmp_path):

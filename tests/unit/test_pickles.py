@@ -12,9 +12,11 @@ import io
 import os
 import pathlib
 import pickle
+import pickletools
 import random
 import struct
 import sys
+import tracemalloc
 import types
 import uuid
 from dataclasses import dataclass
@@ -23,9 +25,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ort_zero.checkpoint.restricted_pickle.machine import HostilePickleError, MalformedPickleError, interpret
-from ort_zero.checkpoint.restricted_pickle.rebuild import rebuild
-from ort_zero.checkpoint.restricted_pickle.values import ClassReference, OpaqueObject, StoredTensor, TorchConstant
+from ort_zero.checkpoint.restricted_pickle import unpickler
+from ort_zero.checkpoint.restricted_pickle.rebuild import read_pickle
+from ort_zero.checkpoint.restricted_pickle.values import (
+    ClassReference,
+    HostilePickleError,
+    MalformedPickleError,
+    OpaqueObject,
+    StoredTensor,
+    TorchConstant,
+)
 
 PROTOCOLS = pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 
@@ -48,7 +57,7 @@ class Words(list):
 
 
 def load(data: bytes, records: dict[str, tuple[int, int]] | None = None) -> Any:
-    return rebuild(interpret(data), records or {}, len(data))[0]
+    return read_pickle(data, records or {}, check=lambda tensor: None)[0]
 
 
 PLAIN = {
@@ -97,11 +106,11 @@ def test_other_objects_are_records(protocol):
     words = Words("ab")
     words.extra = 1
     data = pickle.dumps({"c": Colour.RED, "s": Settings(4), "w": words, "f": os.getcwd, "k": Settings}, protocol)
-    found, opaque = rebuild(interpret(data), {}, len(data))
+    found, opaque = read_pickle(data, {}, check=lambda tensor: None)
     assert found["c"].class_name == f"{__name__}.Colour" and found["c"].args == (3,)
-    assert found["s"].attribute("width") == 4 and found["s"].attribute("height", 9) == 9 and Settings.made == 0
+    assert found["s"].state == {"width": 4} and Settings.made == 0
     assert found["w"].items == ["a", "b"] and found["w"].state == {"extra": 1}
-    assert found["k"] == ClassReference(f"{__name__}.Settings") and isinstance(found["f"], ClassReference)
+    assert found["k"].class_name == f"{__name__}.Settings" and isinstance(found["f"], ClassReference)
     assert opaque == {f"{__name__}.{name}" for name in ("Colour", "Settings", "Words")}
 
 
@@ -148,6 +157,7 @@ def test_calls_that_act_on_the_machine_are_refused_by_name(data, name):
         b"\x80\x02NN\x85R.",
         b"\x80\x02N)R.",
         b"\x80\x02h\x05.",
+        b"\x80\x02K\x05r\xff\xff\xff\xff.",  # the unpickler would make a table of 64 GB
         b"\x80\x02}]Ns.",
         b"\x80\x02NQ.",
         b"\x80\x02]K\x01]a\x86t.",
@@ -158,13 +168,124 @@ def test_malformed_pickles_are_one_error(data):
         load(data)
 
 
-def test_a_memo_of_any_number_takes_no_memory():
-    assert load(b"\x80\x02K\x05r\xff\xff\xff\xff0j\xff\xff\xff\xff.") == 5
+def test_every_opcode_that_no_pickler_of_protocol_2_writes_is_refused():
+    kept: set[int] = set()
+    for table in (unpickler._VALUES, unpickler._LENGTHS, unpickler._OTHERS, unpickler._TAKERS, unpickler._MARK_TAKERS):
+        kept |= table.keys()
+    for code in set(range(256)) - kept:
+        with pytest.raises(MalformedPickleError, match=f"opcode {code:#04x} at byte 3 is not known"):
+            load(b"\x80\x02N" + bytes([code]) + b"\x01\x00\x00\x00os\nsystem\n.")
+    for name in "EXT1 EXT2 EXT4 INST OBJ PERSID NEXT_BUFFER READONLY_BUFFER PUT GET DUP LIST DICT".split():
+        assert getattr(pickle, name)[0] not in kept
+    for opcode in pickletools.opcodes:  # what the check knows of the others is what they do
+        code, mark = ord(opcode.code), pickletools.markobject in opcode.stack_before
+        if code in kept and opcode.name not in ("MEMOIZE", "MARK"):
+            takes = opcode.stack_before.index(pickletools.markobject) if mark else len(opcode.stack_before)
+            assert takes == (unpickler._MARK_TAKERS if mark else {**dict.fromkeys(kept, 0), **unpickler._TAKERS})[code]
+            assert (len(opcode.stack_after) == 0) == (code in (*unpickler._WITHOUT_RESULT, *b"qr\x80\x95"))
+            width = {-2: 1, -3: 4, -4: 4, -5: 8}.get(opcode.arg.n, opcode.arg.n) if opcode.arg else 0
+            widths = {**dict.fromkeys(kept, 0), **unpickler._VALUES, **unpickler._LENGTHS, **unpickler._OTHERS}
+            assert width == widths[code] or opcode.name == "GLOBAL"
+
+
+DEEP_TUPLE = b")" + b"\x85" * 300_000
+WIDE_TUPLE = b")" + b"q\x00h\x00\x86" * 60  # (t, t) of (t, t) of ...
+WIDE_SET = b"(K\x01\x91q\x00(K\x02\x91q\x01" + b"(h\x00h\x01\x91(h\x00h\x01K\x03\x91q\x010q\x000h\x00" * 60
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"}" + DEEP_TUPLE + b"Ns",
+        b"}(" + DEEP_TUPLE + b"Nu",
+        b"\x8f(" + DEEP_TUPLE + b"\x90",
+        b"(" + DEEP_TUPLE + b"\x91",
+        b"}" + WIDE_TUPLE + b"Ns",
+        b"}(K\x01N" + WIDE_TUPLE + b"Nu",
+        b"\x8f(" + WIDE_TUPLE + b"\x90",
+        b"(" + WIDE_TUPLE + b"\x91",
+        b"}" + WIDE_SET + b"Ns",
+        b"}((" + WIDE_TUPLE + b"\x85tNu",
+    ],
+)
+def test_a_key_whose_hash_never_ends_or_overflows_the_stack_is_refused_before_it_is_hashed(data):
+    with pytest.raises(MalformedPickleError, match="a key at byte"):
+        load(b"\x80\x04" + data + b".")
+
+
+def test_a_tuple_of_any_size_is_a_value():
+    value = {"pairs": tuple((n, str(n)) for n in range(50_000)), (1, (2, (3, "a"))): None}
+    assert load(pickle.dumps(value, 4)) == value
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"ca\nB\n}b",  # the state, items and entries of a class, not of its object
+        b"ca\nB\n](K\x01ee",
+        b"ca\nB\nNNs",
+        b"ca\nB\n(N\x90",
+        b"ca\nB\n)\x81(N\x90",
+        b"]N}X\x09\x00\x00\x00__class__ca\nB\ns\x86b",  # an attribute of a list
+        b"ca\nB\n]R",
+        b"ca\nB\n)}K\x01Ns\x92",  # a keyword that is a number
+        b"(0N",
+        b"N(t00",
+        b"X\x01\x00\x00\x00a)\x81",
+        b"(X\x07\x00\x00\x00storageca\nB\nK\x01NNtQ",
+        b"(X\x07\x00\x00\x00storageca\nB\n" + WIDE_TUPLE + b"NNtQ",  # a key that no message can show
+        b"".join(b"cm\nc%d\n0" % number for number in range(20_000)),
+        b"ca\nB\n)R" * 3 + b"0\x85" * 3 + b"tQ",
+        b"]r\x00\x00\x00\x00" + b"".join(b"]r%sh\x000" % n.to_bytes(4, "little") for n in range(9, 99)),
+    ],
+)
+def test_opcodes_on_values_that_have_no_place_for_them_are_one_error(data):
+    with pytest.raises(MalformedPickleError):
+        load(b"\x80\x04" + data + b".")
+
+
+def test_a_call_of_a_getattr_of_anything_is_refused_without_printing_it():
+    with pytest.raises(HostilePickleError, match="the result of builtins.getattr"):
+        load(b"\x80\x04cbuiltins\ngetattr\nca\nB\n" + WIDE_TUPLE + b"\x86R)R.")
+
+
+def test_an_object_has_no_attributes_but_its_state():
+    found = load(b"\x80\x04ca\nB\n)\x81N}X\x04\x00\x00\x00argsK\x01s\x86b.")
+    assert found.args == () and found.state == (None, {"args": 1})
+    for shape in (b"}X\x06\x00\x00\x00offsetK\x00s", b"(K\x00K\x07Nt"):  # a storage keeps its place as well
+        pid = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000NNtQ"
+        assert load(b"\x80\x04" + pid + b"N" + shape + b"\x86b.", {"0": (640, 48)}).offset == 640
+
+
+def test_objects_of_hostile_classes_are_records_unless_the_class_is_called():
+    assert load(b"\x80\x04csubprocess\nPopen\n)\x81.").class_name == "subprocess.Popen"
+    with pytest.raises(HostilePickleError, match="subprocess.Popen"):
+        load(b"\x80\x04csubprocess\nPopen\n)R0N.")  # also where the result is dropped
+    found = load(b"\x80\x04ca\nB\nK\x01\x85}X\x04\x00\x00\x00modeK\x02s\x92.")
+    assert found.args == (1,)
+
+
+def test_lengths_and_names_take_no_memory():
+    lengths = [code + struct.pack("<Q", 1 << 35) for code in (b"\x8d", b"\x8e", b"\x95", b"\x96")]
+    for data in (*lengths, b"r\xff\xff\xff\x0f", b"B\xff\xff\xff\x7f"):
+        tracemalloc.start()
+        with pytest.raises(MalformedPickleError):
+            load(b"\x80\x05N" + data + b".")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        tracemalloc.stop()
 
 
 def test_values_nested_too_deeply_or_held_too_often_are_refused():
     with pytest.raises(MalformedPickleError, match="nested too deeply"):
         load(b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".")
+    with pytest.raises(MalformedPickleError, match="nested too deeply"):  # each list is put into the next by the memo
+        lists = b"".join(b"]r%s" % n.to_bytes(4, "little") for n in range(1000))
+        links = b"".join(b"j%sj%sa0" % (n.to_bytes(4, "little"), (n + 1).to_bytes(4, "little")) for n in range(999))
+        load(b"\x80\x02(" + lists + b"t0" + links + b"h\x00.")
+    for opening, closing in ((b"]", b"a"), (b")", b"\x85"), (b"}N", b"s"), (b"ca\nB\n", b"\x85R")):
+        count = 300_000 if opening != b")" else 1
+        with pytest.raises(MalformedPickleError, match="nested too deeply"):
+            load(b"\x80\x02" + opening * count + b"N" + closing * (300_000) + b".")
     value: list = []
     for _ in range(60):
         value = [value] * 10
@@ -179,7 +300,7 @@ def test_values_that_hold_themselves_end():
     assert found[0] == 1 and isinstance(found[1], OpaqueObject)
     node = types.SimpleNamespace(name="a")
     node.self = node
-    assert load(pickle.dumps(node, 2)).attribute("self").class_name == "types.SimpleNamespace"
+    assert load(pickle.dumps(node, 2)).state["self"].class_name == "types.SimpleNamespace"
 
 
 def test_what_is_shared_stays_shared():
@@ -235,6 +356,10 @@ def test_constants_of_torch_are_names():
     assert load(b"\x80\x02ctorch\nbfloat16\n.") == TorchConstant("dtype", "bfloat16")
     assert load(b"\x80\x02ctorch\ndevice\nX\x04\x00\x00\x00cudaK\x01\x86R.") == TorchConstant("device", "cuda:1")
     assert load(b"\x80\x02ctorch\nSize\nK\x02K\x03\x86\x85R.") == (2, 3)
+    layout = b"\x80\x04ctorch.serialization\n_get_layout\n\x8c"
+    assert load(layout + b"\x10torch.sparse_coo\x85R.") == TorchConstant("layout", "sparse_coo")
+    for other in (layout + b"\x0atorch.onnx\x85R.", b"\x80\x04ctorch\ndevice\n\x8c\x05cpu;x\x85R."):
+        assert isinstance(load(other), OpaqueObject)  # a name of which torch would make anything, or import it
 
 
 def test_damage_of_any_kind_is_one_of_two_errors():

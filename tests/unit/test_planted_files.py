@@ -421,9 +421,19 @@ def a_list_that_holds_itself(folder: Path) -> None:
     pickled(folder, pickle.dumps({"optimizer_state_dict": {"a": circle}}))
 
 
-@planted("zero2", "is not a file")
+@planted("zero2", "memo number")
 def a_place_in_the_memo_that_is_far_away(folder: Path) -> None:
     pickled(folder, b"\x80\x02}r" + struct.pack("<I", 0xFFFFFFFF) + b".")
+
+
+@planted("zero2", "a key at byte")
+def a_key_whose_hash_never_ends(folder: Path) -> None:
+    pickled(folder, b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"Ns.")
+
+
+@planted("zero2", "a key at byte")
+def a_key_that_overflows_the_stack(folder: Path) -> None:
+    pickled(folder, b"\x80\x02})" + b"\x85" * 300_000 + b"Ns.")
 
 
 @planted("zero2", "is not a file|calls")

@@ -1,7 +1,7 @@
-"""Rebuild pickled objects of harmless classes of Python and numpy, and list the functions to refuse.
+"""Rebuild pickled objects of harmless classes of Python, numpy and DeepSpeed.
 
-Each class has a builder here: a function that takes the record of an object, checks its types and sizes, and returns
-the value. A record that fails a check stays a record.
+Each class has a builder here: a function that takes the record of an object, whose parts are rebuilt already, and
+returns the value. The record stays if the builder returns None or raises one of :data:`ERRORS`.
 """
 
 from __future__ import annotations
@@ -15,278 +15,132 @@ import pathlib
 import re
 import uuid
 from collections.abc import Callable
+from operator import index
 from typing import Any
 
-from ort_zero.checkpoint.restricted_pickle.values import ClassReference, OpaqueObject
+from ort_zero.checkpoint.restricted_pickle.values import FragmentAddress, OpaqueObject
 
-UNKNOWN = object()
-"""Result of a builder for an object that stays a record."""
+ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+"""What builders raise for other contents than the class pickles."""
 
-_HOSTILE_MODULES = frozenset(
-    "os posix nt sys subprocess _posixsubprocess pty socket shutil ctypes importlib runpy code codeop pdb bdb timeit "
-    "webbrowser urllib http ftplib smtplib telnetlib tempfile multiprocessing threading _thread concurrent asyncio "
-    "signal site imp zipimport pip ensurepip venv commands builtins io _io functools operator pickle _pickle marshal "
-    "shelve dill cloudpickle joblib linecache types".split()
-)
-_HARMLESS = frozenset(
-    (
-        *(
-            f"builtins.{name}"
-            for name in (
-                "object list dict tuple set frozenset int float bool str bytes bytearray complex slice range "
-                "getattr type"
-            ).split()
-        ),
-        *("types.SimpleNamespace", "functools.partial", "operator.itemgetter", "operator.attrgetter"),
-        *("io.BytesIO", "_io.BytesIO", "io.StringIO", "_io.StringIO"),
-    )
-)
-_EXCEPTION = re.compile(r"builtins\.[A-Z]\w*(Error|Exception|Warning|StopIteration|KeyboardInterrupt|SystemExit)")
-_HOSTILE = re.compile(
-    r"torch\.((hub|utils\.cpp_extension|jit|package)\b.*|load|save)"
-    r"|numpy\.((testing|f2py)\b.*|load|save|fromfile|memmap)"
-)
+_Builder = Callable[[OpaqueObject], Any]
+_NUMBERS = (int, float, bool, type(None))
+_NUMPY_TYPE = re.compile(r"b1|[iu][1248]|f[248]|c(8|16)")
+_FRACTION = re.compile(r"-?\d{1,999}(/\d{1,999})?")
+"""Without an exponent: a short text such as 1e999999999 would make a huge number."""
+_FACTORIES = {f"builtins.{kind.__name__}": kind for kind in (list, dict, set, tuple, int, float, bool, str, bytes)}
 
 
-def is_hostile(name: str) -> bool:
-    """Return True if a function or class acts on the machine or runs code, and no checkpoint needs to call it.
+def _call(make: Callable[..., Any], *types: type) -> _Builder:
+    """Return a builder that calls `make` with the arguments of a record of nothing else, if all are of `types`."""
 
-    ort_zero calls nothing in either case. But a file with a hostile call does harm where ``torch.load`` unpickles it.
+    def build(record: OpaqueObject) -> Any:
+        others = record.state or record.items or record.entries
+        return make(*record.args) if not others and all(type(a) in types for a in record.args) else None
 
-    Args:
-        name: full name of the function or class.
-    """
-    if name in _HARMLESS or _EXCEPTION.fullmatch(name):
-        return False
-    return name.partition(".")[0] in _HOSTILE_MODULES or _HOSTILE.fullmatch(name) is not None
-
-
-def rebuilt(record: OpaqueObject) -> Any:
-    """Return the value that a record describes, :data:`UNKNOWN` for other classes and for unexpected contents."""
-    build = _BUILDERS.get(record.class_name)
-    if build is None:
-        return UNKNOWN
-    try:
-        return build(record)
-    except (TypeError, ValueError, ArithmeticError, IndexError, KeyError, AttributeError):
-        return UNKNOWN
+    return build
 
 
 # ---- classes of Python ----------------------------------------------------------------------------------------------
 
 
-def _only_args(record: OpaqueObject) -> bool:
-    return not (record.kwargs or record.state or record.items or record.entries)
+def _encoded(text: str, codec: str) -> Any:
+    """Return bytes, which protocol 2 writes as text with a codec."""
+    return text.encode("latin1") if codec in ("latin1", "latin-1") else None
 
 
-def _encoded(record: OpaqueObject) -> Any:
-    """Return bytes, which protocol 2 writes as text with a codec: _codecs.encode(text, "latin1")."""
-    text, codec = record.args
-    return text.encode("latin1") if type(text) is str and codec in ("latin1", "latin-1") else UNKNOWN
-
-
-def _bytes(record: OpaqueObject) -> Any:
-    return b"" if not record.args and _only_args(record) else UNKNOWN
-
-
-def _bytearray(record: OpaqueObject) -> Any:
-    if not record.args:
-        return bytearray()
-    content = record.args[0]
-    if type(content) is str and record.args[1:] == ("latin-1",):
-        content = content.encode("latin1")
-    return bytearray(content) if type(content) is bytes else UNKNOWN
-
-
-def _ordered_dict(record: OpaqueObject) -> Any:
-    pairs = record.args[0] if record.args else ()  # before Python 2.7; later versions pickle the pairs as entries
-    return collections.OrderedDict([*((key, value) for key, value in pairs), *record.entries])
-
-
-_FACTORIES: dict[str, Callable[[], Any]] = {
-    f"builtins.{kind.__name__}": kind for kind in (list, dict, set, tuple, int, float, bool, str, bytes)
-}
+def _bytearray(content: Any = b"", *codec: str) -> Any:
+    return bytearray(_encoded(content, *codec) if codec else content)
 
 
 def _default_dict(record: OpaqueObject) -> Any:
     (factory,) = record.args or (None,)
     if factory is not None:
-        if type(factory) is not ClassReference or factory.name not in _FACTORIES:
-            return UNKNOWN
-        factory = _FACTORIES[factory.name]
+        factory = _FACTORIES[factory.class_name]
     return collections.defaultdict(factory, record.entries)
-
-
-def _counter(record: OpaqueObject) -> Any:
-    (counts,) = record.args or ({},)
-    return collections.Counter(counts) if type(counts) is dict else UNKNOWN
 
 
 def _deque(record: OpaqueObject) -> Any:
     items, max_length = (*record.args, None, None)[:2]
-    if not (items is None or type(items) in (list, tuple)) or not (max_length is None or type(max_length) is int):
-        return UNKNOWN
-    return collections.deque([*(items or ()), *record.items], max_length)
+    fit = type(items) in (list, tuple, type(None))
+    return collections.deque([*(items or ()), *record.items], max_length) if fit else None
 
 
-def _container(kind: type) -> Callable[[OpaqueObject], Any]:
-    def build(record: OpaqueObject) -> Any:
-        (items,) = record.args or ((),)
-        return kind(items) if type(items) in (list, tuple) and _only_args(record) else UNKNOWN
-
-    return build
-
-
-def _from_numbers(kind: Callable[..., Any]) -> Callable[[OpaqueObject], Any]:
-    def build(record: OpaqueObject) -> Any:
-        fit = all(type(a) in (int, float, bool, type(None)) for a in record.args)
-        return kind(*record.args) if fit and _only_args(record) else UNKNOWN
-
-    return build
-
-
-def _from_text(kind: Callable[[str], Any]) -> Callable[[OpaqueObject], Any]:
-    def build(record: OpaqueObject) -> Any:
-        (text,) = record.args
-        return kind(text) if type(text) is str and len(text) < 1000 and _only_args(record) else UNKNOWN
-
-    return build
-
-
-def _fraction(record: OpaqueObject) -> Any:
-    if len(record.args) == 2 and all(type(number) is int for number in record.args):
-        return fractions.Fraction(*record.args)
-    (text,) = record.args
-    # no exponent: a short text such as 1e999999999 would make a huge number
-    return fractions.Fraction(text) if re.fullmatch(r"-?\d{1,999}(/\d{1,999})?", text) else UNKNOWN
-
-
-def _path(kind: type[pathlib.PurePath]) -> Callable[[OpaqueObject], Any]:
-    def build(record: OpaqueObject) -> Any:
-        return kind(*record.args) if all(type(a) is str for a in record.args) and _only_args(record) else UNKNOWN
-
-    return build
+def _fraction(*parts: Any) -> Any:
+    return fractions.Fraction(*parts) if len(parts) == 2 or _FRACTION.fullmatch(*parts) else None
 
 
 def _namespace(record: OpaqueObject) -> Any:
     state = record.state or {}
     if record.args or type(state) is not dict or not all(type(key) is str for key in state):
-        return UNKNOWN
+        return None
     namespace = argparse.Namespace()
     vars(namespace).update(state)
     return namespace
 
 
-def _from_packed_time(kind: type) -> Callable[[OpaqueObject], Any]:
-    """Return the builder of a class of :mod:`datetime`, whose pickled form is bytes and a time zone."""
-
-    def build(record: OpaqueObject) -> Any:
-        packed, *zone = record.args
-        fit = type(packed) is bytes and len(packed) <= 10
-        fit = fit and len(zone) <= 1 and all(type(z) is datetime.timezone for z in zone)
-        return kind(packed, *zone) if fit and _only_args(record) else UNKNOWN
-
-    return build
-
-
-def _time_zone(record: OpaqueObject) -> Any:
-    fit = record.args and type(record.args[0]) is datetime.timedelta and all(type(a) is str for a in record.args[1:])
-    return datetime.timezone(*record.args) if fit and _only_args(record) else UNKNOWN
-
-
-def _uuid(record: OpaqueObject) -> Any:
-    number = record.attribute("int")
-    return uuid.UUID(int=number) if type(number) is int else UNKNOWN
-
-
 # ---- classes of numpy -----------------------------------------------------------------------------------------------
-
-_NUMPY_TYPE = re.compile(r"b1|[iu][1248]|f[248]|c(8|16)")
 
 
 def _numpy_dtype(record: OpaqueObject) -> Any:
     """Return a numeric dtype, pickled as dtype("f4", False, True) with the state (version, byte order, ...)."""
     import numpy as np
 
-    text, state = record.args[0], record.state
-    order: Any = state[1] if type(state) is tuple and len(state) > 1 else "="
-    if type(text) is not str or not _NUMPY_TYPE.fullmatch(text) or order not in ("<", ">", "|", "="):
-        return UNKNOWN
-    return np.dtype(text).newbyteorder(order)
+    text, order = record.args[0], record.state[1]
+    return np.dtype(text).newbyteorder(order) if _NUMPY_TYPE.fullmatch(text) and order in "<>|=" else None
 
 
-def _numpy_scalar(record: OpaqueObject) -> Any:
+def _numpy_array(raw: Any, dtype: Any, shape: Any, order: Any) -> Any:
     import numpy as np
 
-    dtype, raw = record.args
-    fit = isinstance(dtype, np.dtype) and type(raw) is bytes and len(raw) == dtype.itemsize
-    return np.frombuffer(raw, dtype)[0] if fit else UNKNOWN
+    fit = isinstance(dtype, np.dtype) and type(raw) in (bytes, bytearray) and type(shape) is tuple
+    return np.frombuffer(bytearray(raw), dtype).reshape(shape, order=order) if fit else None
 
 
-def _numpy_array(record: OpaqueObject) -> Any:
+def _numpy_state(record: OpaqueObject) -> Any:
     """Return an array, pickled as _reconstruct(ndarray, (0,), b"b"); state: (version, shape, dtype, order, bytes)."""
     _, shape, dtype, columns_first, raw = record.state
-    return _array_of(raw, dtype, shape, "F" if columns_first else "C")
+    return _numpy_array(raw, dtype, shape, "F" if columns_first else "C")
 
 
-def _numpy_buffer(record: OpaqueObject) -> Any:
-    """Return an array, pickled by protocol 5 as _frombuffer(bytes, dtype, shape, order)."""
-    raw, dtype, shape, order = record.args[:4]
-    return _array_of(raw, dtype, shape, order)
-
-
-def _array_of(raw: Any, dtype: Any, shape: Any, order: Any) -> Any:
-    import numpy as np
-
-    fit = isinstance(dtype, np.dtype) and type(raw) in (bytes, bytearray) and order in ("C", "F")
-    if not fit or type(shape) is not tuple or any(type(n) is not int or n < 0 for n in shape):
-        return UNKNOWN
-    return np.frombuffer(bytearray(raw), dtype).reshape(shape, order=order)
-
-
-_BUILDERS: dict[str, Callable[[OpaqueObject], Any]] = {
-    "_codecs.encode": _encoded,
-    "builtins.bytes": _bytes,
-    "builtins.bytearray": _bytearray,
-    "builtins.set": _container(set),
-    "builtins.frozenset": _container(frozenset),
-    "builtins.complex": _from_numbers(complex),
-    "builtins.range": _from_numbers(range),
-    "builtins.slice": _from_numbers(slice),
-    "collections.OrderedDict": _ordered_dict,
+BUILDERS: dict[str, _Builder] = {
+    "_codecs.encode": _call(_encoded, str),
+    "builtins.bytes": _call(bytes),
+    "builtins.bytearray": _call(_bytearray, bytes, str),
+    "builtins.set": _call(set, list, tuple),
+    "builtins.frozenset": _call(frozenset, list, tuple),
+    "builtins.complex": _call(complex, *_NUMBERS),
+    "builtins.range": _call(range, *_NUMBERS),
+    "builtins.slice": _call(slice, *_NUMBERS),
+    # before Python 2.7 the pairs were arguments
+    "collections.OrderedDict": lambda r: collections.OrderedDict([*(r.args[0] if r.args else ()), *r.entries]),
     "collections.defaultdict": _default_dict,
-    "collections.Counter": _counter,
+    "collections.Counter": _call(collections.Counter, dict),
     "collections.deque": _deque,
     "argparse.Namespace": _namespace,
-    "datetime.datetime": _from_packed_time(datetime.datetime),
-    "datetime.date": _from_packed_time(datetime.date),
-    "datetime.time": _from_packed_time(datetime.time),
-    "datetime.timedelta": _from_numbers(datetime.timedelta),
-    "datetime.timezone": _time_zone,
-    "decimal.Decimal": _from_text(decimal.Decimal),
-    "fractions.Fraction": _fraction,
-    "uuid.UUID": _uuid,
+    "datetime.datetime": _call(datetime.datetime, bytes, datetime.timezone),
+    "datetime.date": _call(datetime.date, bytes),
+    "datetime.time": _call(datetime.time, bytes, datetime.timezone),
+    "datetime.timedelta": _call(datetime.timedelta, *_NUMBERS),
+    "datetime.timezone": _call(datetime.timezone, datetime.timedelta, str),
+    "decimal.Decimal": _call(lambda text: decimal.Decimal(text) if len(text) < 1000 else None, str),
+    "fractions.Fraction": _call(_fraction, int, str),
+    "uuid.UUID": lambda record: uuid.UUID(int=index(record.state["int"])),
     "numpy.dtype": _numpy_dtype,
-    **{
-        f"{module}.{name}": build
-        for module in ("pathlib", "pathlib._local")
-        for name, build in {
-            "PosixPath": _path(pathlib.PosixPath),
-            "PurePosixPath": _path(pathlib.PurePosixPath),
-            "WindowsPath": _path(pathlib.PureWindowsPath),
-            "PureWindowsPath": _path(pathlib.PureWindowsPath),
-            "Path": _path(pathlib.PosixPath),
-            "PurePath": _path(pathlib.PurePosixPath),
-        }.items()
-    },
-    **{
-        f"numpy.{core}.{name}": build
-        for core in ("core", "_core")
-        for name, build in {
-            "multiarray.scalar": _numpy_scalar,
-            "multiarray._reconstruct": _numpy_array,
-            "numeric._frombuffer": _numpy_buffer,
-        }.items()
-    },
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _call(int, int),
+    "deepspeed.utils.tensor_fragment.fragment_address": lambda record: FragmentAddress(
+        index(record.state["numel"]), index(record.state["start"])
+    ),
 }
-"""Builders for objects of Python and numpy, by the full name of the pickled class or function."""
+"""Builders by the full name of the pickled class or function."""
+for _module in ("pathlib.", "pathlib._local."):
+    for _name in ("PosixPath", "Path"):
+        BUILDERS[_module + _name] = _call(pathlib.PosixPath, str)
+    for _name in ("PurePosixPath", "PurePath"):
+        BUILDERS[_module + _name] = _call(pathlib.PurePosixPath, str)
+    for _name in ("WindowsPath", "PureWindowsPath"):
+        BUILDERS[_module + _name] = _call(pathlib.PureWindowsPath, str)
+for _module in ("numpy.core.", "numpy._core."):
+    BUILDERS[f"{_module}multiarray.scalar"] = lambda record: _numpy_array(record.args[1], record.args[0], (), "C")[()]
+    BUILDERS[f"{_module}multiarray._reconstruct"] = _numpy_state
+    BUILDERS[f"{_module}numeric._frombuffer"] = lambda record: _numpy_array(*record.args[:4])

@@ -1,22 +1,22 @@
-"""Rebuild values from the records of a pickle: tensors become records of their place in the file.
+"""Make values from the records of a pickle: tensors become records of their place in the file.
 
 Only objects of the classes and functions in the tables here and in :mod:`.classes` are rebuilt, by functions of
-ort_zero that check the arguments first. Every other object stays a record of its class and state. Nothing is imported
-or called because a file names it.
+ort_zero that check the arguments first. Every other object stays a record of its class and state.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.restricted_pickle import classes
-from ort_zero.checkpoint.restricted_pickle.machine import HostilePickleError, MalformedPickleError, PersistentId
+from ort_zero.checkpoint.restricted_pickle.unpickler import PersistentId, unpickled
 from ort_zero.checkpoint.restricted_pickle.values import (
     ClassReference,
-    FragmentAddress,
+    MalformedPickleError,
     OpaqueObject,
     StoredStorage,
     StoredTensor,
@@ -32,76 +32,70 @@ for each container that refers to it: a few bytes can refer to one list, and to 
 _MAX_AXES = 64
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes, bytearray))
 _STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexDoubleStorage": "complex128",
-    "ComplexFloatStorage": "complex64",
-    "QInt8Storage": "qint8",
-    "QUInt8Storage": "quint8",
-    "QInt32Storage": "qint32",
-}
+    f"torch.{name}Storage": dtype
+    for name, dtype in {
+        "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
+        "ComplexDouble": "complex128", "ComplexFloat": "complex64", "Int": "int32", "Short": "int16", "Char": "int8",
+        "Byte": "uint8", "Bool": "bool", "QInt8": "qint8", "QUInt8": "quint8", "QInt32": "qint32",
+    }.items()
+}  # fmt: skip
 _TENSOR_TYPES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
 
-def rebuild(value: Any, records: Mapping[str, tuple[int, int]], size: int) -> tuple[Any, frozenset[str]]:
-    """Return the value of a pickle, and the names of the classes whose objects stayed records.
+def read_pickle(
+    data: bytes, storages: Mapping[str, tuple[int, int]], check: Callable[[StoredTensor], Any]
+) -> tuple[Any, frozenset[str]]:
+    """Return the value of a pickle of torch, and the names of the classes whose objects stayed records.
 
     Args:
-        value: result of :func:`~ort_zero.checkpoint.restricted_pickle.machine.interpret`.
-        records: (offset, length) in bytes of the data of each storage in the file, by its key.
-        size: size of the pickle in bytes; limits the number of values.
+        data: the whole pickle.
+        storages: (offset, length) in bytes of the data of each storage in the file, by its key.
+        check: is called with each tensor, and raises an error for one that the file cannot hold.
 
     Raises:
-        MalformedPickleError: values are nested too deeply or are too many, or a tensor has no data.
-        HostilePickleError: the pickle calls a function that acts on the machine and that no checkpoint needs.
+        MalformedPickleError: the pickle is damaged, its values are nested too deeply or are too many, or a tensor has
+            no data.
+        HostilePickleError: the pickle calls a function that acts on the machine, or the result of another call.
     """
-    builder = _Rebuilder(records, max(_MIN_VALUE_LIMIT, _VALUES_PER_BYTE * size))
-    result = builder.value(value, 0)
+    builder = _Rebuilder(storages, check, max(_MIN_VALUE_LIMIT, _VALUES_PER_BYTE * len(data)))
+    result = builder.value(unpickled(data), 0)
     return result, frozenset(builder.opaque)
 
 
 class _Rebuilder:
     """The rebuilder of one pickle's values, from the leaves up; each container and object is rebuilt once."""
 
-    def __init__(self, records: Mapping[str, tuple[int, int]], value_limit: int):
+    def __init__(self, storages: Mapping[str, tuple[int, int]], check: Callable[[StoredTensor], Any], value_limit: int):
         self.opaque: set[str] = set()
-        self._records = records
+        self._storages = storages
+        self._check = check
         self._value_limit = value_limit
         self._count = 0
-        self._done: dict[int, tuple[Any, int]] = {}
-        """(rebuilt value, number of values in it) by the id of the raw value."""
+        self._done: dict[int, tuple[Any, Any, int]] = {}
+        """(raw value, rebuilt value, number of values in it) by the id of the raw value."""
         self._open: set[int] = set()
         """Ids of the raw containers and objects around the value that is being rebuilt."""
 
     def value(self, raw: Any, depth: int) -> Any:
         """Return the value of `raw`, which lies `depth` levels below the outermost container."""
-        kind = type(raw)
-        if kind in _PLAIN:
-            self._add(1)
+        if type(raw) in _PLAIN:
+            self._count += 1
             return raw
         key = id(raw)
-        done = self._done.get(key)
-        if done is not None:
-            self._add(done[1])
-            return done[0]
+        if key in self._done:
+            _, result, count = self._done[key]
+            self._add(count)
+            return result
         if depth > _MAX_NESTING:
             raise MalformedPickleError("its values are nested too deeply")
         if key in self._open:  # it contains itself; no reader follows such a reference
-            return OpaqueObject(raw.class_name if kind is OpaqueObject else f"builtins.{kind.__name__}")
+            return raw if isinstance(raw, OpaqueObject) else OpaqueObject()
         before = self._count
         self._add(1)
         self._open.add(key)
-        result = self._rebuilt(raw, kind, depth + 1)
+        result = self._rebuilt(raw, depth + 1)
         self._open.discard(key)
-        self._done[key] = (result, self._count - before)
+        self._done[key] = raw, result, self._count - before
         return result
 
     def _add(self, count: int) -> None:
@@ -109,136 +103,114 @@ class _Rebuilder:
         if self._count > self._value_limit:
             raise MalformedPickleError(f"it repeats values again and again, more than {self._value_limit} in all")
 
-    def _rebuilt(self, raw: Any, kind: type, depth: int) -> Any:
-        value = self.value
+    def _rebuilt(self, raw: Any, depth: int) -> Any:
+        kind, value = type(raw), self.value
         if kind is dict:
             return {value(key, depth): value(item, depth) for key, item in raw.items()}
         if kind in (list, tuple, set, frozenset):
             return kind([value(item, depth) for item in raw])
-        if kind is OpaqueObject:
-            return self._object(raw, depth)
         if kind is ClassReference:
-            module, _, name = raw.name.rpartition(".")
-            return TorchConstant("dtype", name) if module == "torch" and dtypes.is_dtype_name(name) else raw
-        if kind is PersistentId:
-            return self._storage(raw.value)
-        raise MalformedPickleError(f"it holds a value of the unexpected type {kind.__name__}")
+            name = raw.class_name.removeprefix("torch.")
+            return TorchConstant("dtype", name) if raw.class_name != name and dtypes.is_dtype_name(name) else raw
+        if not isinstance(raw, OpaqueObject):
+            raise MalformedPickleError(f"it holds a value of the unexpected type {kind.__name__}")
+        if isinstance(raw, PersistentId):
+            return self._storage(*raw.args)
+        raw.args, raw.state = value(raw.args, depth), value(raw.state, depth)
+        raw.items = [value(item, depth) for item in raw.items]
+        raw.entries = [(value(key, depth), value(item, depth)) for key, item in raw.entries]
+        return self._object(raw)
 
-    def _object(self, raw: OpaqueObject, depth: int) -> Any:
-        record = OpaqueObject(
-            raw.class_name,
-            self.value(raw.args, depth),
-            self.value(raw.kwargs, depth) if raw.kwargs else {},
-            self.value(raw.state, depth),
-            [self.value(item, depth) for item in raw.items],
-            [(self.value(key, depth), self.value(item, depth)) for key, item in raw.entries],
-            raw.called,
-        )
-        if raw.called and raw.class_name not in _TORCH_BUILDERS and classes.is_hostile(raw.class_name):
-            raise HostilePickleError(raw.class_name)
-        result = _torch_value(record) if record.class_name in _TORCH_BUILDERS else classes.rebuilt(record)
-        if result is classes.UNKNOWN:
-            self.opaque.add(record.class_name)
+    def _object(self, record: OpaqueObject) -> Any:
+        """Return the value of a record whose parts are rebuilt, or the record itself if its class is unknown."""
+        name = record.class_name
+        of_torch = _TORCH_BUILDERS.get(name)
+        try:
+            result = of_torch(*record.args) if of_torch else classes.BUILDERS.get(name, lambda _: None)(record)
+        except MalformedPickleError:
+            raise
+        except classes.ERRORS as error:
+            if of_torch:
+                raise MalformedPickleError(f"{name} has other arguments than torch writes: {error}") from None
+            result = None
+        if result is None:
+            self.opaque.add(name)
             return record
+        if type(result) is StoredTensor:
+            self._check(result)
         return result
 
     def _storage(self, pid: Any) -> StoredStorage:
         """Return the storage of a persistent id: ("storage", class, key, device, number of elements)."""
-        if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or type(pid[1]) is not ClassReference:
+        if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or type(pid[2]) is not str:
             raise MalformedPickleError("a persistent id in it is not of a storage of torch")
-        module, _, name = pid[1].name.rpartition(".")
-        dtype = _STORAGES.get(name) if module == "torch" else None
-        record = self._records.get(pid[2]) if type(pid[2]) is str else None
-        if record is None:
-            raise MalformedPickleError(f"the file has no record for its storage {pid[2]!r}")
-        return StoredStorage(*record, dtype)
-
-
-def _torch_value(record: OpaqueObject) -> Any:
-    try:
-        return _TORCH_BUILDERS[record.class_name](record)
-    except MalformedPickleError:
-        raise
-    except (TypeError, ValueError, IndexError, AttributeError) as error:
-        raise MalformedPickleError(f"{record.class_name} has other arguments than torch writes: {error}") from None
+        key = pid[2]
+        if key not in self._storages:
+            raise MalformedPickleError(f"the file has no record for its storage {key[:100]!r}")
+        return StoredStorage(*self._storages[key], _STORAGES.get(getattr(pid[1], "class_name", "")))
 
 
 # ---- tensors --------------------------------------------------------------------------------------------------------
 
 
-def _tensor(record: OpaqueObject) -> Any:
-    """Return a dense tensor, pickled as _rebuild_tensor_v2(storage, offset, size, stride, ..., metadata)."""
-    storage, offset, shape, strides, *rest = record.args
-    if len(rest) > 2 and rest[2]:  # a conjugate or negated view: its values differ from the stored ones
-        return classes.UNKNOWN
-    return _stored_tensor(storage, storage.dtype, offset, shape, strides)
+def _tensor(
+    storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any = None, _hooks: Any = None, metadata: Any = None
+) -> Any:
+    """Return a dense tensor, pickled by _rebuild_tensor or _rebuild_tensor_v2 with these arguments."""
+    return _typed_tensor(storage, offset, shape, strides, None, None, TorchConstant("dtype", storage.dtype), metadata)
 
 
-def _typed_tensor(record: OpaqueObject) -> Any:
-    """Return a dense tensor, pickled as _rebuild_tensor_v3(storage, offset, size, stride, ..., dtype, metadata)."""
-    storage, offset, shape, strides, _, _, dtype, *rest = record.args
-    if (rest and rest[0]) or type(dtype) is not TorchConstant or dtype.kind != "dtype":
-        return classes.UNKNOWN
-    return _stored_tensor(storage, dtype.name, offset, shape, strides)
-
-
-def _stored_tensor(storage: Any, dtype: str | None, offset: Any, shape: Any, strides: Any) -> Any:
+def _typed_tensor(
+    storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
+) -> Any:
+    """Return a dense tensor, pickled by _rebuild_tensor_v3 with these arguments."""
     if type(storage) is not StoredStorage:
         raise MalformedPickleError("a tensor has no storage")
-    if dtype is None:
-        return classes.UNKNOWN
-    for axes in (shape, strides):
-        if type(axes) is not tuple or any(type(n) is not int or not 0 <= n < 1 << 63 for n in axes):
-            raise MalformedPickleError("a tensor has no shape, or strides below zero")
-    if len(shape) != len(strides) or len(shape) > _MAX_AXES or type(offset) is not int or not 0 <= offset < 1 << 63:
-        raise MalformedPickleError("the shape, strides and offset of a tensor do not fit together")
-    begin = storage.offset + offset * dtypes.itemsize_of(dtype)
-    return StoredTensor(begin, dtype, shape, strides, storage.offset)
+    # metadata: of a conjugate or negated view, whose values differ from the stored ones
+    if metadata or type(dtype) is not TorchConstant or not dtypes.is_dtype_name(dtype.name):
+        return None
+    if type(shape) is not tuple or type(strides) is not tuple or not len(shape) == len(strides) <= _MAX_AXES:
+        raise MalformedPickleError("a tensor has no shape, or its shape and strides do not fit together")
+    if any(type(n) is not int or not 0 <= n < 1 << 63 for n in (*shape, *strides, offset)):
+        raise MalformedPickleError("the shape, strides or offset of a tensor are below zero or too large")
+    begin = storage.offset + offset * dtypes.itemsize_of(dtype.name)
+    return StoredTensor(begin, dtype.name, shape, strides, storage.offset)
 
 
-def _parameter(record: OpaqueObject) -> Any:
+def _parameter(data: Any, *_: Any) -> Any:
     """Return the tensor of a parameter, pickled as _rebuild_parameter(data, requires_grad, hooks[, state])."""
-    return record.args[0] if isinstance(record.args[0], StoredTensor) else classes.UNKNOWN
+    return data if isinstance(data, StoredTensor) else None
 
 
-def _tensor_with_attributes(record: OpaqueObject) -> Any:
+def _tensor_with_attributes(function: Any, kind: Any, args: Any, _state: Any) -> Any:
     """Return a tensor without its attributes, pickled as _rebuild_from_type_v2(function, type, args, state)."""
-    function, kind, args, _ = record.args
-    if type(function) is not ClassReference or type(kind) is not ClassReference or kind.name not in _TENSOR_TYPES:
-        return classes.UNKNOWN
-    build = _TORCH_BUILDERS.get(function.name)
-    return classes.UNKNOWN if build is None else build(OpaqueObject(function.name, args, called=True))
+    named = isinstance(function, ClassReference) and isinstance(kind, ClassReference)
+    if not named or kind.class_name not in _TENSOR_TYPES or function.class_name not in _TORCH_BUILDERS:
+        return None
+    return _TORCH_BUILDERS[function.class_name](*args)
 
 
-def _size(record: OpaqueObject) -> Any:
+def _size(numbers: Any) -> Any:
     """Return a ``torch.Size`` as a plain tuple."""
-    (numbers,) = record.args
     shape = tuple(numbers)
     if any(type(number) is not int for number in shape) or len(shape) > _MAX_AXES:
-        return classes.UNKNOWN
+        return None
     if any(number < 0 for number in shape) or math.prod(shape) >= 1 << 63:
         raise MalformedPickleError("a shape has more elements than any tensor")
     return shape
 
 
-def _device(record: OpaqueObject) -> TorchConstant:
-    return TorchConstant("device", ":".join(str(part) for part in record.args))
+def _device(*parts: Any) -> Any:
+    name = ":".join(str(part) for part in parts)
+    return TorchConstant("device", name) if re.fullmatch(r"[a-z_0-9]{1,40}(:\d{1,4})?", name) else None
 
 
-def _stage(record: OpaqueObject) -> int:
-    """Return the number of a ZeRO stage, which DeepSpeed pickles as a member of an enumeration."""
-    (number,) = record.args
-    return int(number)
+def _layout(name: Any) -> Any:
+    layout = re.fullmatch(r"torch\.(strided|sparse_coo|sparse_(csr|csc|bsr|bsc)|jagged|_mkldnn)", name)
+    return TorchConstant("layout", layout[1]) if layout else None
 
 
-def _fragment_address(record: OpaqueObject) -> Any:
-    numel, start = record.attribute("numel"), record.attribute("start")
-    if type(numel) is not int or type(start) is not int:
-        return classes.UNKNOWN
-    return FragmentAddress(numel, start)
-
-
-_TORCH_BUILDERS: dict[str, Callable[[OpaqueObject], Any]] = {
+_TORCH_BUILDERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _typed_tensor,
@@ -247,8 +219,6 @@ _TORCH_BUILDERS: dict[str, Callable[[OpaqueObject], Any]] = {
     "torch._tensor._rebuild_from_type_v2": _tensor_with_attributes,
     "torch.Size": _size,
     "torch.device": _device,
-    "torch.serialization._get_layout": lambda record: TorchConstant("layout", record.args[0].removeprefix("torch.")),
-    "deepspeed.runtime.zero.config.ZeroStageEnum": _stage,
-    "deepspeed.utils.tensor_fragment.fragment_address": _fragment_address,
+    "torch.serialization._get_layout": _layout,
 }
-"""Builders for objects of torch and DeepSpeed, by the full name of the pickled class or function."""
+"""Functions that take the arguments of torch's functions, by the full name of the latter."""

@@ -6,10 +6,19 @@ of the class and the state. No record imports, calls or allocates anything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ort_zero.checkpoint.files import dtypes
+from ort_zero.checkpoint.restricted_pickle.hostile_names import is_hostile
+
+
+class MalformedPickleError(ValueError):
+    """The error for a pickle that the pickler of Python 3 cannot have written."""
+
+
+class HostilePickleError(Exception):
+    """The error for a pickle that calls a function acting on the machine, or the result of another call; its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +64,6 @@ class TorchConstant:
 
 
 @dataclass(frozen=True, slots=True)
-class ClassReference:
-    """A class or function that the pickle names; it was not imported."""
-
-    name: str
-    """Full name: "collections.OrderedDict"."""
-
-
-@dataclass(frozen=True, slots=True)
 class FragmentAddress:
     """The place of a part of a parameter in a flat tensor, in elements, as DeepSpeed's files note it."""
 
@@ -70,27 +71,71 @@ class FragmentAddress:
     start: int
 
 
-@dataclass(slots=True, eq=False)
-class OpaqueObject:
-    """The pickle's record of an object whose class is not imported; compared by identity."""
+class ClassReference(type):
+    """The type of the inert classes that stand for the names of a pickle; nothing was imported.
+
+    A name needs a class, because Python's unpickler makes objects of classes only.
+    """
 
     class_name: str
+    """Full name of the class or function: "collections.OrderedDict"."""
+
+    def __call__(cls, /, *args: Any, **kwargs: Any) -> OpaqueObject:
+        """Return a record of a call.
+
+        Raises:
+            HostilePickleError: the function acts on the machine, and no checkpoint needs to call it.
+        """
+        if is_hostile(cls.class_name):
+            raise HostilePickleError(cls.class_name)
+        return super().__call__(*args, **kwargs)
+
+
+class OpaqueObject(metaclass=ClassReference):
+    """The pickle's record of a call or an object; compared by identity.
+
+    Python's unpickler fills the record by the methods here, which only keep what they are given.
+    """
+
+    __slots__ = ("args", "entries", "items", "state")
+    class_name = "an object that contains itself"
     """Full name of the class, or of the function that unpickling would call to make the object."""
-    args: tuple = ()
+
+    args: tuple
     """Arguments of the class or function."""
-    kwargs: dict = field(default_factory=dict)
-    state: Any = None
+    state: Any
     """State that unpickling would set: a dict of attributes by name, unless the class defines another form."""
-    items: list = field(default_factory=list)
+    items: list
     """Items that unpickling would append to the object."""
-    entries: list[tuple[Any, Any]] = field(default_factory=list)
+    entries: list[tuple[Any, Any]]
     """(key, value) pairs that unpickling would set in the object."""
-    called: bool = False
-    """True if unpickling would call a function or class; False if it would make the object without a call."""
+
+    def __new__(cls, /, *args: Any, **_kwargs: Any) -> OpaqueObject:
+        """Return a record with the arguments of the class or function; no reader needs the keywords."""
+        record = object.__new__(cls)
+        record.args, record.state, record.items, record.entries = args, None, [], []
+        return record
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.entries.append((key, value))
+
+    def extend(self, items: list[Any]) -> None:
+        """Keep items that unpickling would append."""
+        self.items.extend(items)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Refuse a call of the result of another call.
+
+        Raises:
+            HostilePickleError: always; it has the full name of the attribute if the other call is of ``getattr``.
+        """
+        owner, attribute = (*self.args, None, None)[:2]
+        if self.class_name == "builtins.getattr" and isinstance(owner, ClassReference) and type(attribute) is str:
+            raise HostilePickleError(f"{owner.class_name}.{attribute}")
+        raise HostilePickleError(f"the result of {self.class_name}")
 
     def __repr__(self) -> str:
         return f"<{self.class_name}>"
-
-    def attribute(self, name: str, default: Any = None) -> Any:
-        """Return the attribute `name` that unpickling would set, or `default`."""
-        return self.state.get(name, default) if isinstance(self.state, dict) else default
