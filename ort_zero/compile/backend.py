@@ -104,7 +104,7 @@ def run_alone(model: Any, section: config.Config) -> tuple[CompiledModel, Any]:
 def unwrap(model: Any) -> Any:
     """Give the units below a model their own forwards back; return the model."""
     from ort_zero.compat.torch_modules import modules_of
-    from ort_zero.compile.unit_forward import restore_forward
+    from ort_zero.units.unit_forward import restore_forward
 
     for module in modules_of(model):
         restore_forward(module)
