@@ -102,7 +102,9 @@ def agreement() -> Agreement:
     return _agreements[0]
 
 
-def propose_faster(agreement: Agreement, key: str, in_ort: Sequence[float], in_torch: Sequence[float]) -> str:
+def propose_faster(
+    agreement: Agreement, key: str, in_ort: Sequence[float], in_torch: Sequence[float], slowdown: float = 1.0
+) -> str:
     """Propose the runtime with the shortest run to all ranks, and return their decision.
 
     Args:
@@ -110,9 +112,10 @@ def propose_faster(agreement: Agreement, key: str, in_ort: Sequence[float], in_t
         key: what is decided.
         in_ort: seconds of the runs in ONNX Runtime.
         in_torch: seconds of the runs in PyTorch.
+        slowdown: ONNX Runtime may take this multiple of PyTorch's seconds.
     """
     gain = min(in_torch) - min(in_ort)
-    faster = Runner.ONNXRUNTIME if gain >= 0 else Runner.TORCH
+    faster = Runner.ONNXRUNTIME if min(in_ort) <= slowdown * min(in_torch) else Runner.TORCH
     return agreement.propose(key, f"{faster.value} {gain:.3g}")
 
 

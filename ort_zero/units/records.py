@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 from ort_zero.units.recompilations import Recompilations
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class UnitGraph:
-    """One compiled graph; engines add what they know of it."""
+    """One compiled graph; an engine has a subclass with what it knows of its graphs."""
 
     direction: str
     """``forward``, ``backward`` or ``inference``; of the compile engine also ``loss``: a product of a head."""
@@ -20,10 +20,6 @@ class UnitGraph:
     """Name of the compiled module's class."""
     recompile_reason: str | None
     """Why Dynamo compiled the unit again; None for its first graph."""
-
-    def text(self) -> str:
-        """Return the graph in a line: the direction, and why the graph was made."""
-        return self.direction + (f"; made since {self.recompile_reason}" if self.recompile_reason else "")
 
 
 Graph = TypeVar("Graph", bound=UnitGraph)

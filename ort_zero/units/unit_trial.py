@@ -32,12 +32,19 @@ class UnitTrial:
         key: name of the units' content, the same on all ranks and in all processes.
         agreement: the decisions of all ranks.
         clock: returns the time in seconds.
+        slowdown: units stay compiled while they take at most this multiple of their time in PyTorch.
     """
 
-    def __init__(self, key: str, agreement: Agreement, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        key: str,
+        agreement: Agreement,
+        clock: Callable[[], float] = time.perf_counter,
+        slowdown: float = 1.0,
+    ):
         self._key = key
         self._agreement = agreement
-        self._clock = clock
+        self._clock, self._slowdown = clock, slowdown
         self._calls = 0
         self._times: dict[Runner, list[float]] = {runner: [] for runner in Runner}
         decided = agreement.placement(key)
@@ -98,7 +105,8 @@ class UnitTrial:
         self._times[runner].append(seconds)
         if self.runner is None and all(len(times) >= _RUNS for times in self._times.values()):
             in_ort, in_torch = self._times[Runner.ONNXRUNTIME], self._times[Runner.TORCH]
-            self.runner, _ = read_decision(propose_faster(self._agreement, self._key, in_ort, in_torch))
+            decision = propose_faster(self._agreement, self._key, in_ort, in_torch, self._slowdown)
+            self.runner, _ = read_decision(decision)
 
 
 class UnitTrials:
@@ -106,25 +114,26 @@ class UnitTrials:
 
     Args:
         agreement: returns the decisions of all ranks.
+        slowdown: see :class:`UnitTrial`.
     """
 
-    def __init__(self, agreement: Callable[[], Agreement]):
-        self._agreement = agreement
+    def __init__(self, agreement: Callable[[], Agreement], slowdown: float = 1.0):
+        self._agreement, self._slowdown = agreement, slowdown
         self._trials: dict[str, UnitTrial] = {}
 
-    def of(self, unit: nn.Module, inputs: Any, segments: Iterable[str]) -> UnitTrial:
-        """Return the trial of a unit's call, shared by units of equal class, parameters, inputs and segments.
+    def of(self, unit: nn.Module, inputs: Any, keys: Iterable[str]) -> UnitTrial:
+        """Return the trial of a unit's call, shared by units of equal class, parameters, inputs and graphs.
 
         Args:
             unit: the unit.
             inputs: its arguments.
-            segments: the keys of the segments of the unit's class.
+            keys: the engine's names of the graphs of the unit's class.
         """
         parameters = [full_shape(parameter) for parameter in parameters_of(unit)]
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
         read = [(tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
-        facts = (type(unit).__qualname__, unit.training, parameters, read, sorted(segments))
+        facts = (type(unit).__qualname__, unit.training, parameters, read, sorted(keys))
         key = "unit_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
         if key not in self._trials:
-            self._trials[key] = UnitTrial(key, self._agreement())
+            self._trials[key] = UnitTrial(key, self._agreement(), slowdown=self._slowdown)
         return self._trials[key]

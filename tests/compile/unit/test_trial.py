@@ -351,10 +351,10 @@ def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains,
     record = ModelRecord()
     for direction, gain in zip(("forward", "backward"), gains, strict=True):
         trial = Trial(direction, "sampled", "measured", runner=Runner.ONNXRUNTIME, gain=gain)
-        record.graphs.append(GraphRecord(direction, [SegmentRecord(trial, 3, 10**9)], Counter(), {}, 0, "Block", None))
+        record.graphs.append(GraphRecord(direction, "Block", None, [SegmentRecord(trial, 3, 10**9)], Counter(), {}, 0))
     trial = Trial("loss", "sampled", "measured", runner=Runner.TORCH)
     for unit in ("Block", "Linear"):
-        record.graphs.append(GraphRecord("loss", [SegmentRecord(trial, 2, 10**12)], Counter(), {}, 0, unit, None))
+        record.graphs.append(GraphRecord("loss", unit, None, [SegmentRecord(trial, 2, 10**12)], Counter(), {}, 0))
     assert record.prefers_torch("Block") is prefers
     assert not record.prefers_torch("Another") and not record.prefers_torch("Linear")  # the loss stays in chunks
     before = record.as_dict()
