@@ -31,6 +31,8 @@ class OrtModuleConfig(_Strict):
     split: Literal["auto", "off"] = "auto"
     """With "auto", PyTorch runs a forward that cannot be exported, and each of its submodules gets a graph.
     With "off", or with ``fallback`` "warn", such a forward is a failed export."""
+    place: Literal["measured", "ort"] = "measured"
+    """"measured": a unit that takes over 1.3 times as long as in PyTorch goes back to PyTorch. "ort": none does."""
     exclude: list[str] = Field(default_factory=list)
     """Glob patterns of module paths that stay in PyTorch."""
     log_level: str = "INFO"

@@ -34,8 +34,7 @@ def refuse(ds_config: Mapping[str, Any]) -> None:
 def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) -> tuple[UnitsModel, Any]:
     """Compile the units of `model` in place for a DeepSpeed engine; return what runs the model, and the model."""
     stage, max_elements = int(zero.get("stage", 0)), section.compile.max_unit_elements
-    from ort_zero.backends import registry
-    from ort_zero.compat import deepspeed_units, gloo_collectives, torch_adam, versions
+    from ort_zero.compat import deepspeed_units, versions
 
     versions.say_untested(versions.require("compile"))  # before the imports below, which need onnx
     from ort_zero.compile.deferred_logits import is_head
@@ -43,7 +42,7 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
     from ort_zero.compile.memory import MemoryBudget
     from ort_zero.compile.settings import Settings
     from ort_zero.units.finding import find_units
-    from ort_zero.units.running_model import UnitsModel
+    from ort_zero.units.installation import install
 
     if stage == 3 and max_elements is None:
         max_elements = deepspeed_units.max_gathered_elements(model, zero)
@@ -57,36 +56,14 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
     alone: Any = {"stands_alone": is_head} if settings.loss_devices else {}
     units = find_units(model, exclude=section.exclude, max_elements=max_elements, **alone)
     compile_engine = CompileEngine(settings, MemoryBudget(section.memory.recompute, section.memory.budget))
-    running = UnitsModel(model, compile_engine, units, stage, section.fallback == "raise")
-    if stage == 3:
-        registry.apply("gathers in units", deepspeed_units.patches)
-        deepspeed_units.gather_together(unit.module for unit in units)
-    if stage:
-        registry.apply("collectives without copies", gloo_collectives.patches)
-        registry.apply("updates in pieces", torch_adam.patches)
-    registry.register(running)
-    return running, model
+    return install(model, compile_engine, units, stage, section.fallback == "raise"), model
 
 
 def connect(running: Any, engine: Any) -> None:
-    """Prepare a new DeepSpeed engine for compiled units: the order of gradients, the sizes of buckets, kept memory.
+    """Prepare a new DeepSpeed engine for compiled units."""
+    from ort_zero.units import installation
 
-    The optimizer gets the gradients in one order on all ranks, and the process keeps freed memory for the next step.
-    The step whose operations DeepSpeed's flops profiler counts runs in PyTorch: the profiler counts calls of Python.
-    """
-    from ort_zero.compat import deepspeed, deepspeed_buckets, deepspeed_gradient_order, deepspeed_units, glibc
-
-    running.stage = int(engine.zero_optimization_stage())
-    if running.stage == 3:
-        deepspeed_units.prefetch_less(engine, running.unit_modules())
-    glibc.keep_freed_memory()
-    deepspeed_buckets.bound_buckets(engine)  # whatever glibc does here: a bucket has one size on all ranks
-    if running.stage:
-        deepspeed_buckets.require_equal_sizes(engine, running.unit_modules())
-    deepspeed_gradient_order.keep_order(engine.optimizer, running.unit_modules())
-    if engine.flops_profiler_enabled():
-        is_counted = deepspeed.flops_are_counted(engine)
-        engine.module.register_forward_pre_hook(lambda module, args: running.suspend(is_counted()), prepend=True)
+    installation.connect(running, engine)
 
 
 def run_alone(model: Any, section: config.Config) -> tuple[UnitsModel, Any]:
@@ -102,19 +79,17 @@ def run_alone(model: Any, section: config.Config) -> tuple[UnitsModel, Any]:
 
 def unwrap(model: Any) -> Any:
     """Give the units below a model their own forwards back; return the model."""
-    from ort_zero.compat.torch_modules import modules_of
-    from ort_zero.units.unit_forward import restore_forward
+    from ort_zero.units import installation
 
-    for module in modules_of(model):
-        restore_forward(module)
-    return model
+    return installation.unwrap(model)
 
 
 def node_profiles(prefix: str) -> NodeProfiles:
     """Have new sessions record their nodes, into files that begin with `prefix`."""
-    from ort_zero.compile.node_profiles import SessionProfiles
+    from ort_zero.compile import sessions
+    from ort_zero.units.node_profiles import SessionProfiles
 
-    return SessionProfiles(prefix)
+    return SessionProfiles(prefix, sessions.profile)
 
 
 def build(force: bool) -> Any:

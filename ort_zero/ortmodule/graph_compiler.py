@@ -39,6 +39,8 @@ class Settings:
 
     raises: bool = False
     """A graph that ONNX Runtime cannot run raises; otherwise PyTorch runs the graph."""
+    times_units: bool = True
+    """Units that are much slower in ONNX Runtime go back to PyTorch."""
     build: BuildOptions = BuildOptions()
 
 

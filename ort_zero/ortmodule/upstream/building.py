@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 import threading
@@ -33,6 +34,10 @@ class BuildOptions:
     """Folder into which rank 0 writes the models of each step of a build; None writes none."""
     name: str = "graph"
     """Beginning of the names of these files."""
+    recompute: str = "off"
+    """What the backward computes again: ``off``, ``all``, a plan of upstream's memory optimizer, or a JSON file of it."""
+    recompute_level: int = 1
+    """Upstream's level for ``all``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +86,7 @@ def build(
         CustomOpSymbolicRegistry._SYMBOLICS.update(symbolics)
         wrapper = make_ortmodule(module, _debug_options(options))
         manager = wrapper._torch_module._execution_manager(is_training)
+        stack.enter_context(_recomputing(manager._runtime_options, options))
         stack.enter_context(replaced(_io, "parse_inputs_for_onnx_export", lambda parse: _with_axes(parse, axes[0])))
         stack.enter_context(
             replaced(_io, "parse_outputs_for_onnx_export_and_extract_schema", lambda _: _names_and_axes(axes[1]))
@@ -110,6 +116,26 @@ def build(
             without_gradient=frozenset(manager._graph_info.output_grad_indices_non_differentiable),
             is_optimized=is_optimized or not _is_quiet(options.log_level),
         )
+
+
+@contextmanager
+def _recomputing(runtime_options: Any, options: BuildOptions) -> Any:
+    """Set upstream's options of what backwards compute again, besides those of its environment variables."""
+    if options.recompute == "all":
+        runtime_options.memory_optimization_level = options.recompute_level
+        runtime_options.recompute_probe_config = "1:1"
+        yield
+    elif options.recompute.endswith(".json"):
+        runtime_options.memory_optimizer_config_file_path = options.recompute
+        yield
+    elif options.recompute != "off":
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(options.recompute.split(","), file)
+            file.flush()
+            runtime_options.memory_optimizer_config_file_path = file.name
+            yield
+    else:
+        yield
 
 
 def _exported_names(manager: Any) -> list[str]:

@@ -19,8 +19,7 @@ _TYPES = {
     "bool": onnx.TensorProto.BOOL, "uint8": onnx.TensorProto.UINT8, "int8": onnx.TensorProto.INT8,
     "int16": onnx.TensorProto.INT16, "int32": onnx.TensorProto.INT32, "int64": onnx.TensorProto.INT64,
 }  # fmt: skip
-profiling: dict[str, Any] = {"prefix": None, "session_made": None}
-"""While a script is profiled: the beginning of the names of the files that sessions write, and what to tell of each."""
+_profiling: dict[str, Any] = {"prefix": None, "session_made": None}
 _numbers = itertools.count()
 
 
@@ -47,8 +46,8 @@ class Session:
         self._run: Callable[..., None] = self._session._sess.run_with_ortvaluevector
         self._names = list(self.inputs), list(self.outputs)
         self._options = onnxruntime.RunOptions()
-        if profiling["session_made"] is not None:
-            profiling["session_made"](self)
+        if _profiling["session_made"] is not None:
+            _profiling["session_made"](self)
 
     def types(self) -> Mapping[str, onnx.ValueInfoProto]:
         """Return element types and sizes of the results."""
@@ -97,10 +96,20 @@ def _options(is_optimized: bool) -> Any:
     options.add_session_config_entry("session.use_env_allocators", "1")
     # spinning threads would take the cores from PyTorch's
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if profiling["prefix"] is not None:
+    if _profiling["prefix"] is not None:
         options.enable_profiling = True
-        options.profile_file_prefix = f"{profiling['prefix']}.{next(_numbers)}"
+        options.profile_file_prefix = f"{_profiling['prefix']}.{next(_numbers)}"
     return options
+
+
+def profile(prefix: str | None, session_made: Callable[[Session], None] | None) -> None:
+    """Have sessions that are made from now on record their nodes; None ends that.
+
+    Args:
+        prefix: beginning of the names of the files that sessions write.
+        session_made: called with each new session.
+    """
+    _profiling["prefix"], _profiling["session_made"] = prefix, session_made
 
 
 _has_arena: list[bool] = []

@@ -1,0 +1,130 @@
+"""The backend of onnxruntime-training, as :class:`ort_zero.backends.interface.Backend` declares it.
+
+Nothing heavy is imported at module level: the plugin asks for :func:`import_hooks` within ``import torch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ort_zero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ort_zero import config
+    from ort_zero.backends.interface import Examination, MemoryPlanOptions, MemoryPlanReport, NodeProfiles
+    from ort_zero.units.running_model import UnitsModel
+
+
+def import_hooks(*_: Any) -> dict[str, Callable[[Any], None]]:
+    """Return what to call after the imports of modules of onnxruntime-training."""
+    return {}
+
+
+def refuse(ds_config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for 16-bit training on a CPU, for which ONNX Runtime has no kernels."""
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() != "cpu":
+        return
+    for key, flag in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
+        if (ds_config.get(key) or {}).get("enabled") is True:
+            raise ConfigError(
+                f'"{key}" is enabled in the DeepSpeed config, and ONNX Runtime\'s CPU provider has no kernels for it; '
+                f'remove "{key}" to train in fp32 (it may come from {flag}=True of TrainingArguments or SFTConfig, '
+                f'TRL\'s default on CPUs too, or from mixed_precision="{flag}" of Accelerate: set {flag}=False or '
+                'mixed_precision="no" there), use a GPU, or set "ort_zero": {"ortmodule": {"enabled": false}}'
+            )
+
+
+def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) -> tuple[UnitsModel, Any]:
+    """Have the units of `model` run in ONNX Runtime, in place; return what runs the model, and the model."""
+    from ort_zero.compat import deepspeed_units, versions
+
+    versions.say_untested(versions.require("ort"))
+    from ort_zero.ortmodule.engine import OrtEngine
+    from ort_zero.ortmodule.graph_compiler import Settings
+    from ort_zero.ortmodule.upstream.building import BuildOptions
+    from ort_zero.units.finding import find_units
+    from ort_zero.units.installation import install
+
+    stage = int(zero.get("stage", 0))
+    max_elements = deepspeed_units.max_gathered_elements(model, zero) if stage == 3 else None
+    raises = section.ortmodule.fallback == "raise"
+    settings = Settings(
+        raises=raises,
+        times_units=section.ortmodule.place == "measured",
+        build=BuildOptions(
+            log_level=section.log_level,
+            save_onnx=section.save_onnx,
+            recompute=_recompute(section.memory),
+            recompute_level=section.memory.level or 1,
+        ),
+    )
+    units = find_units(model, exclude=section.exclude, max_elements=max_elements)
+    return install(model, OrtEngine(settings), units, stage, raises), model
+
+
+def _recompute(memory: config.MemoryConfig) -> str:
+    """Return what graphs compute again: ``off``, ``all``, a plan of upstream's optimizer, or the plan's JSON file.
+
+    Raises:
+        ConfigError: the section has a budget, or asks for a choice of its own.
+    """
+    if memory.recompute == "auto" or memory.budget is not None:
+        raise ConfigError(
+            'ort_zero.memory: "backend": "ortmodule" takes "recompute": "all" or a plan of its memory optimizer, and '
+            'no "budget"; use "backend": "compile" for budgets'
+        )
+    return memory.recompute if isinstance(memory.recompute, str) else ",".join(memory.recompute)
+
+
+def connect(running: Any, engine: Any) -> None:
+    """Prepare a new DeepSpeed engine for compiled units."""
+    from ort_zero.units import installation
+
+    installation.connect(running, engine)
+
+
+def run_alone(model: Any, section: config.Config) -> tuple[UnitsModel, Any]:
+    """Have the units of `model` run in ONNX Runtime, without DeepSpeed; return what runs the model, and the model."""
+    from ort_zero.compat import glibc
+
+    glibc.keep_freed_memory()
+    return run_for_engine(model, section, {})
+
+
+def unwrap(model: Any) -> Any:
+    """Give the units below a model their own forwards back; return the user's module in an ORTModule."""
+    from ort_zero.compat.torch_modules import inside_of_ortmodule
+    from ort_zero.units import installation
+
+    return installation.unwrap(inside_of_ortmodule(model))
+
+
+def node_profiles(prefix: str) -> NodeProfiles:
+    """Have new sessions record their nodes, into files that begin with `prefix`."""
+    from ort_zero.ortmodule.upstream import sessions
+    from ort_zero.units.node_profiles import SessionProfiles
+
+    return SessionProfiles(prefix, sessions.profile)
+
+
+def build(force: bool) -> Any:
+    """Compile the C++ extensions that are missing, all of them with `force`."""
+    raise NotImplementedError
+
+
+def examine() -> Examination:
+    """Return whether the C++ extensions are built, and what hinders a build."""
+    from ort_zero.backends.interface import Examination
+
+    return Examination(built=True)
+
+
+def plan_memory(options: MemoryPlanOptions, tell: Callable[[int, int, str], None]) -> MemoryPlanReport:
+    """Raise ConfigError: upstream's memory optimizer lists what graphs may compute again."""
+    raise ConfigError(
+        'graphs of "backend": "ortmodule" list what they may compute again at "log_level": "DEVINFO"; enter a plan '
+        'from that table in "memory": {"recompute": ...}'
+    )
