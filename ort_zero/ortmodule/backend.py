@@ -44,6 +44,7 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
     versions.say_untested(versions.require("ort"))
     from ort_zero.ortmodule.engine import OrtEngine
     from ort_zero.ortmodule.graph_compiler import Settings
+    from ort_zero.ortmodule.graphs.rewrites import REWRITES
     from ort_zero.ortmodule.upstream.building import BuildOptions
     from ort_zero.units.finding import find_units
     from ort_zero.units.installation import install
@@ -61,6 +62,8 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
             recompute_level=section.memory.level or 1,
         ),
     )
+    if stage == 3:
+        REWRITES.update([deepspeed_units.linear_in_graphs()])
     units = find_units(model, exclude=section.exclude, max_elements=max_elements)
     return install(model, OrtEngine(settings), units, stage, raises), model
 
