@@ -37,11 +37,6 @@ class CompileEngine:
         self.record = ModelRecord(memory=memory or MemoryBudget())
         self.compiles_evaluations = settings.place == "ort"
 
-    @property
-    def times_units(self) -> bool:
-        """Whether units may go back to PyTorch, whose own forward keeps all for its backward."""
-        return self._settings.place == "measured" and self.record.memory.recompute == "off"
-
     def compiler(self, unit_class: str, exclude: tuple[str, ...]) -> Compiler:
         """Return a new compiler for a class of units."""
         return Compiler(self._settings, self.record, exclude, unit_class)
@@ -72,11 +67,12 @@ class CompileEngine:
         """Return the engine's own keys of the model's entry in ``ort_zero.status()``."""
         compiled = self.record.as_dict()
         in_ort = compiled["segments"] - compiled["segments_in_torch"]
+        times_units = self._settings.place == "measured" and self.record.memory.recompute == "off"
         return {
             "backend": "onnxruntime" if in_ort else "torch" if self.record.graphs else "not called yet",
             "sessions": sessions.count(),
             "in_torch": compiled.pop("reasons"),
-            "compiled": {**compiled, "settled": self.record.is_placed and units_are_settled},
+            "compiled": {**compiled, "settled": self.record.is_placed and (units_are_settled or not times_units)},
             "memory": [self.record.memory.as_dict()],
         }
 

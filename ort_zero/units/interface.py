@@ -49,17 +49,8 @@ class Engine(Protocol):
     def record(self) -> UnitsRecord[Any]:
         """The graphs of the model's units, and their runs."""
 
-    @property
-    def times_units(self) -> bool:
-        """Whether units may go back to PyTorch since they are slower."""
-
     def compiler(self, unit_class: str, exclude: tuple[str, ...]) -> GraphCompiler:
-        """Return a new compiler, whose `recompilations` the record has too.
-
-        Args:
-            unit_class: name of the units' class.
-            exclude: paths of submodules, from the unit on, that stay in PyTorch.
-        """
+        """Return a new compiler, whose `recompilations` the record has too; `exclude` is ``Unit.excluded``."""
 
     def timed_keys(self, unit: nn.Module, unit_class: str) -> Sequence[str] | None:
         """Return names of the unit's graphs, equal on all ranks and in all processes; None: it is not timed now."""
@@ -68,17 +59,12 @@ class Engine(Protocol):
         """Return True if PyTorch runs a unit from now on, without a trial of the whole unit."""
 
     def end_first_step(self, status: Callable[[], dict[str, Any]]) -> bool:
-        """Write what a command asks of the first step; return True if the units must be compiled again.
-
-        Args:
-            status: returns the model's entry in ``ort_zero.status()["models"]``.
-        """
+        """Write what a command asks of the first step and its status; return True to have the units compiled again."""
 
     def status(self, units_are_settled: bool) -> dict[str, Any]:
         """Return the keys of the model's entry that are the engine's own: ``backend``, ``in_torch`` and others.
 
-        Args:
-            units_are_settled: it is decided for each unit whether it stays compiled.
+        `units_are_settled` is True once each timed unit stays compiled or is back in PyTorch.
         """
 
     def memory_summary(self) -> Sequence[tuple[str, str]]:

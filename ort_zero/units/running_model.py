@@ -21,7 +21,7 @@ from ort_zero.units.class_forward import ClassForward
 from ort_zero.units.finding import Unit, multiplies
 from ort_zero.units.interface import Engine, GraphCompiler
 from ort_zero.units.unit_forward import Replacement, UnitForward, is_compiled, replace_forward, restore_forward
-from ort_zero.units.unit_trial import UnitTrial, UnitTrials
+from ort_zero.units.unit_trial import UnitTrial, trial_key
 
 _DIFFERENTIATED = "a backward was differentiated (create_graph=True), and compiled graphs have no second derivative"
 
@@ -53,7 +53,7 @@ class UnitsModel:
         self.raises = raises
         self.units = [_UnitOfModel(self, unit) for unit in units]
         self.compiled: dict[Any, tuple[ClassForward, GraphCompiler]] = {}
-        self.trials = UnitTrials(agreement, engine.slowdown)
+        self.trials: dict[str, UnitTrial] = {}
         self._seen: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
         for each in modules_of(module):
             self._seen[each] = True
@@ -82,10 +82,13 @@ class UnitsModel:
 
     def suspend(self, wanted: bool) -> None:
         """Have PyTorch run the units while `wanted`, as in the step that DeepSpeed's flops profiler counts."""
-        for unit in self.unit_modules():
-            forward = vars(unit).get("forward")
-            if isinstance(forward, UnitForward):
-                forward.is_suspended = wanted
+        for _, forward in self._forwards():
+            forward.is_suspended = wanted
+
+    def _forwards(self) -> list[tuple[_UnitOfModel, UnitForward]]:
+        """Return the living units whose own forwards are replaced, with the forwards in their place."""
+        pairs = [(unit, getattr(unit.reference(), "forward", None)) for unit in self.units]
+        return [(unit, forward) for unit, forward in pairs if isinstance(forward, UnitForward)]
 
     def unit_modules(self) -> list[nn.Module]:
         """Return the units that still live, in the order of ``named_modules``."""
@@ -147,23 +150,16 @@ class UnitsModel:
 
     def _are_settled(self) -> bool:
         """Return True once it is decided which units go back to PyTorch since they are slower."""
-        forwards = [vars(unit).get("forward") for unit in self.unit_modules()]
-        return not self.engine.times_units or all(
-            forward.is_settled
-            for forward in forwards
-            if isinstance(forward, UnitForward) and isinstance(forward.compiled, ClassForward)
-        )
+        return all(forward.is_settled for _, forward in self._forwards() if isinstance(forward.compiled, ClassForward))
 
     def _uncaptured(self) -> dict[str, str]:
         """Return the units that Dynamo has been asked to compile, and of which it captured no graph."""
         captured = {graph.unit for graph in self.engine.record.graphs}
         return {
             unit.path: "Dynamo captured no graph of it"
-            for unit in self.units
-            if isinstance(
-                forward := getattr(getattr(unit.reference(), "forward", None), "compiled", None), ClassForward
-            )
-            and forward.has_run
+            for unit, forward in self._forwards()
+            if isinstance(forward.compiled, ClassForward)
+            and forward.compiled.has_run
             and unit.unit_class not in captured
         }
 
@@ -231,10 +227,13 @@ class _UnitOfModel(Replacement):
 
     def trial_of(self, unit: nn.Module, inputs: Any) -> UnitTrial | None:
         model = self._model
-        keys = model.engine.timed_keys(unit, self.unit_class)
-        if keys is None:
+        graphs = model.engine.timed_keys(unit, self.unit_class)
+        if graphs is None:
             return None
-        trial = model.trials.of(unit, inputs, keys)
+        key = trial_key(unit, inputs, graphs)
+        if key not in model.trials:
+            model.trials[key] = UnitTrial(key, agreement(), slowdown=model.engine.slowdown)
+        trial = model.trials[key]
         if trial.runner is Runner.TORCH:
             self.is_slower = True
             if all(each.is_slower for each in model.units if each.unit_class == self.unit_class):

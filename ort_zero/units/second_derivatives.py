@@ -50,12 +50,7 @@ class Call:
         return [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
 
     def watch(self, results: Any, graph_node: str) -> None:
-        """Watch the backward of the results, if one graph has made all results that need gradients.
-
-        Args:
-            results: of the compiled forward.
-            graph_node: what the names of the graphs' autograd nodes begin with.
-        """
+        """Watch the backward of the results, if one graph, as its node's name says, made all that need gradients."""
         made = _with_gradients(results)
         nodes: set[Any] = {leaf.grad_fn for leaf in made}
         node = nodes.pop() if len(nodes) == 1 else None

@@ -11,7 +11,7 @@ import ort_zero
 from ort_zero.units.agreement import Agreement, Runner
 from ort_zero.units.running_model import _models
 from ort_zero.units.unit_forward import Replacement, is_compiled, replace_forward
-from ort_zero.units.unit_trial import UnitTrial, UnitTrials
+from ort_zero.units.unit_trial import UnitTrial, trial_key
 
 
 class Clock:
@@ -111,9 +111,9 @@ def test_what_is_checkpointed_is_not_timed():
 
 
 def test_equal_units_share_a_trial():
-    trials, x = UnitTrials(Agreement), torch.ones(2, 4)
+    x = torch.ones(2, 4)
     first, second, other = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 5)
-    assert trials.of(first, (x,), ["a"]) is trials.of(second, (x,), ["a"])
+    assert trial_key(first, (x,), ["a"]) == trial_key(second, (x,), ["a"])
     calls = [
         (first, x, "a"),
         (other, x, "a"),
@@ -121,7 +121,7 @@ def test_equal_units_share_a_trial():
         (first, x, "b"),
         (first, x.clone().requires_grad_(), "a"),
     ]
-    assert len({id(trials.of(unit, (read,), [segment])) for unit, read, segment in calls}) == len(calls)
+    assert len({trial_key(unit, (read,), [segment]) for unit, read, segment in calls}) == len(calls)
 
 
 class Layer(nn.Module):
@@ -148,6 +148,6 @@ def test_gradients_are_pytorchs_while_units_are_timed(tmp_path, monkeypatch: pyt
         for (name, wanted), parameter in zip(plain.named_parameters(), ours.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad, wanted.grad, msg=f"{name} in step {number}")
     running = _models[ours]
-    (trial,) = running.trials._trials.values() or [None]
+    (trial,) = running.trials.values() or [None]
     by_segments = "Layer" in running.engine.record.units_in_torch
     assert by_segments or (trial is not None and trial.runner is not None), "neither rule has decided"
