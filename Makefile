@@ -72,7 +72,7 @@ $(TESTS_READY): $(READY)
 	@touch $@
 
 .PHONY: ortmodule
-ortmodule: $(ORTMODULE_READY) ## Make .venv/ortmodule with onnxruntime-training (Python 3.10 or 3.11), and build its C++ extensions
+ortmodule: $(ORTMODULE_READY) ## Make .venv/ortmodule with onnxruntime-training (Python 3.10 or 3.11)
 
 $(ORTMODULE_READY): setup.cfg .ci/constraints.txt
 	@[ -n "$(ORTMODULE_PYTHON)" ] && $(ORTMODULE_PYTHON) -c '$(IS_OLD)' 2>/dev/null || \
@@ -81,7 +81,6 @@ $(ORTMODULE_READY): setup.cfg .ci/constraints.txt
 	$(call needs_compiler,$(ORTMODULE_PYTHON))
 	@mkdir -p $(VENV)
 	$(call install,$(ORTMODULE),$(ORTMODULE_PYTHON),$(ORTMODULE_EXTRAS))
-	@$(ORTMODULE_BIN)/python -m ort_zero build
 	@touch $@
 
 # DeepSpeed compiles an operator for shared memory as soon as two ranks start on CPU

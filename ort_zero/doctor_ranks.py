@@ -84,7 +84,7 @@ def _facts() -> dict[str, str]:
     }
     examination = loading.load(versions.engine()).examine()
     if examination.directory is not None:
-        facts["extensions"] = "built" if examination.built else "not built (ort-zero build)"
+        facts["extensions"] = "built" if examination.built else "not built yet"
     return facts
 
 

@@ -112,14 +112,10 @@ class MemoryPlanReport(Protocol):
         """Return the report as lines no wider than `width` characters; None does not limit them."""
 
 
-OnModelWrapped = Callable[[RunningModel, config.Config], None]
-"""Called with a model that a user's own code wrapped in an ORTModule, and with the model's configuration."""
-
-
 class Backend(Protocol):
     """An engine that runs PyTorch models in ONNX Runtime: a Python module with these functions."""
 
-    def import_hooks(self, on_wrapped: OnModelWrapped) -> dict[str, Callable[[Any], None]]:
+    def import_hooks(self) -> dict[str, Callable[[Any], None]]:
         """Return the functions to call once a module of ONNX Runtime has been imported, by the module's name."""
 
     def refuse(self, ds_config: Mapping[str, Any]) -> None:
@@ -152,13 +148,6 @@ class Backend(Protocol):
 
     def node_profiles(self, prefix: str) -> NodeProfiles:
         """Make new sessions record their nodes into files whose names begin with `prefix`."""
-
-    def build(self, force: bool) -> Any:
-        """Build the compiled parts that are missing, all of them with `force`; return a dataclass of the results.
-
-        Raises:
-            BuildError: the compiler or a header is missing, or the compiler fails.
-        """
 
     def examine(self) -> Examination:
         """Return which tools and compiled parts of the backend this machine has and lacks; raises no error."""

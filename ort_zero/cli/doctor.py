@@ -76,7 +76,7 @@ def text_of(report: doctor.Report) -> str:
     for name, version in (("accelerate", report.accelerate), ("transformers", report.transformers)):
         rows.append(("ok" if version else "-", name, version or "missing", "(optional)"))
     lines = aligned(rows)
-    extensions = f"{'built' if report.extensions_built else 'not built'}, {report.extensions_dir or 'nowhere yet'}"
+    extensions = f"{'built' if report.extensions_built else 'not built yet'}, {report.extensions_dir or 'nowhere yet'}"
     if report.engine == "compile":
         extensions = "none needed"
     facts = {

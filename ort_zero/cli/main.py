@@ -1,7 +1,7 @@
 """Run the command ``ort-zero`` (also ``python -m ort_zero``).
 
 Exit status, the same for every command: 0 = done, or the same; 1 = a difference, a failed verification, a problem to
-fix; 2 = the command could not do its work (usage, bad input, a failed build).
+fix; 2 = the command could not do its work (usage, bad input).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import NoReturn
 from ort_zero import __version__, env
 from ort_zero.cli import (
     aggregate,
-    build,
     convert,
     diff,
     doctor,
@@ -32,7 +31,7 @@ from ort_zero.cli import (
 from ort_zero.errors import CorruptCheckpointError, OrtZeroError
 from ort_zero.masking import masked
 
-_COMMANDS = (doctor, build, aggregate, convert, verify, ls, diff, stats, memory, profile, explain)
+_COMMANDS = (doctor, aggregate, convert, verify, ls, diff, stats, memory, profile, explain)
 
 
 class _Parser(argparse.ArgumentParser):

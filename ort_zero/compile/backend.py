@@ -17,12 +17,11 @@ if TYPE_CHECKING:
         MemoryPlanOptions,
         MemoryPlanReport,
         NodeProfiles,
-        OnModelWrapped,
     )
     from ort_zero.units.running_model import UnitsModel
 
 
-def import_hooks(on_wrapped: OnModelWrapped) -> dict[str, Callable[[Any], None]]:
+def import_hooks() -> dict[str, Callable[[Any], None]]:
     """Return an empty dict: no function need be called after imports of plain onnxruntime."""
     return {}
 
@@ -90,11 +89,6 @@ def node_profiles(prefix: str) -> NodeProfiles:
     from ort_zero.units.node_profiles import SessionProfiles
 
     return SessionProfiles(prefix, sessions.profile)
-
-
-def build(force: bool) -> Any:
-    """Raise ConfigError: there is nothing to compile."""
-    raise ConfigError("the compile backend has no compiled parts; ort-zero build is for onnxruntime-training")
 
 
 def examine() -> Examination:

@@ -9,16 +9,25 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ort_zero.errors import ConfigError
+from ort_zero.ortmodule.upstream.examination import examine
+from ort_zero.ortmodule.upstream.hooks import import_hooks
 
 if TYPE_CHECKING:
     from ort_zero import config
-    from ort_zero.backends.interface import Examination, MemoryPlanOptions, MemoryPlanReport, NodeProfiles
+    from ort_zero.backends.interface import MemoryPlanOptions, MemoryPlanReport, NodeProfiles
     from ort_zero.units.running_model import UnitsModel
 
-
-def import_hooks(*_: Any) -> dict[str, Callable[[Any], None]]:
-    """Return what to call after the imports of modules of onnxruntime-training."""
-    return {}
+__all__ = [
+    "connect",
+    "examine",
+    "import_hooks",
+    "node_profiles",
+    "plan_memory",
+    "refuse",
+    "run_alone",
+    "run_for_engine",
+    "unwrap",
+]
 
 
 def refuse(ds_config: Mapping[str, Any]) -> None:
@@ -111,18 +120,6 @@ def node_profiles(prefix: str) -> NodeProfiles:
     from ort_zero.units.node_profiles import SessionProfiles
 
     return SessionProfiles(prefix, sessions.profile)
-
-
-def build(force: bool) -> Any:
-    """Compile the C++ extensions that are missing, all of them with `force`."""
-    raise NotImplementedError
-
-
-def examine() -> Examination:
-    """Return whether the C++ extensions are built, and what hinders a build."""
-    from ort_zero.backends.interface import Examination
-
-    return Examination(built=True)
 
 
 def plan_memory(options: MemoryPlanOptions, tell: Callable[[int, int, str], None]) -> MemoryPlanReport:

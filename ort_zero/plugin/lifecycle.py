@@ -9,14 +9,10 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ort_zero import env
 from ort_zero.backends import loading, registry
-
-if TYPE_CHECKING:
-    from ort_zero.backends.interface import RunningModel
-    from ort_zero.config import Config
 
 _HOOKED_MODULE = "deepspeed.runtime.engine"
 _state: dict[str, Any] = {"armed": False, "auto_error": None, "bare": False}
@@ -63,7 +59,7 @@ def _arm_ortmodule() -> None:
 def _backend_hooks() -> dict[str, Callable[[Any], None]]:
     """Return the backend's hooks by the name of the imported module; none if the backend cannot be loaded."""
     try:
-        return loading.load().import_hooks(_model_is_made)
+        return loading.load().import_hooks()
     except Exception as error:  # raised here, the error would end the user's import of onnxruntime
         _state["auto_error"] = f"{type(error).__name__}: {error}"
         return {}
@@ -85,13 +81,6 @@ def _arm(package: str, hooks: Mapping[str, Callable[[Any], None]]) -> None:
             register_post_import_hook(hook, name)
     except Exception as error:
         _state["auto_error"] = f"{type(error).__name__}: {error}"
-
-
-def _model_is_made(running: RunningModel, section: Config) -> None:
-    """Report on a model that a user's own code has wrapped in an ORTModule."""
-    from ort_zero.plugin import wrap
-
-    wrap.report_on(running, section, "ortmodule")
 
 
 def _run_hook(hook: Callable[[Any], None], module: Any) -> None:

@@ -1,4 +1,4 @@
-"""Run a model in ONNX Runtime without a DeepSpeed engine: ``ort_zero.wrap`` and a user's own ``ORTModule(model)``."""
+"""Run a model in ONNX Runtime without a DeepSpeed engine: ``ort_zero.wrap``."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ from ort_zero.backends.interface import Examination
 from ort_zero.cli import main as cli
 from ort_zero.compat import deepspeed_programs, versions
 from ort_zero.errors import BuildError
-from ort_zero.ortmodule.compat import extensions
 
 GOOD = (versions.Finding(name="torch", found="2.13.0", needed=">=2.13,<2.14", ok=True, cure="pip install torch"),)
 BAD = (
@@ -32,7 +31,7 @@ BAD = (
 BUILT = Examination(compiler="g++", built=True, directory=Path("/cache/x"))
 NOT_BUILT = Examination(
     directory=Path("/cache/x"),
-    problems=(("no C++ compiler", "apt-get install g++"), ("the C++ extensions are not built", "ort-zero build")),
+    problems=(("no C++ compiler", "apt-get install g++"),),
 )
 
 
@@ -191,7 +190,7 @@ def test_doctor_without_compiler_matters_only_while_not_built(healthy, use_backe
     assert doctor.examine().ok
     use_backend(examine=lambda: NOT_BUILT)
     report = doctor.examine()
-    assert report.first_fix == "apt-get install g++" and report.problems[1].fix == "ort-zero build"
+    assert report.first_fix == "apt-get install g++" and len(report.problems) == 1
 
 
 @pytest.mark.parametrize(("name", "value"), [("ORT_ZERO_DISABLE", "1"), ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")])
@@ -200,36 +199,19 @@ def test_doctor_sees_what_switches_the_plugin_off(healthy, monkeypatch, name, va
     assert doctor.examine().first_fix == f"unset {name}"
 
 
-def test_build_reports_where_and_what(use_backend, capsys):
-    asked = []
-
-    def build(force):
-        asked.append(force)
-        return extensions.BuildReport(Path("/cache/x"), 0.0, ("a",) if force else (), () if force else ("a",))
-
-    use_backend(build=build)
-    assert cli.main(["build"]) == 0
-    assert "nothing to do" in capsys.readouterr().out
-    assert cli.main(["build", "--force"]) == 0
-    assert capsys.readouterr().out.startswith("built a in")
-    assert cli.main(["build", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["directory"] == "/cache/x"
-    assert asked == [False, True, False]
-
-
 @pytest.mark.parametrize("error", [BuildError("no compiler\nsecond line"), RuntimeError("a bug\nsecond line")])
 def test_an_error_is_one_line_unless_debug(monkeypatch, use_backend, capsys, error):
-    def fail(force):
+    def fail():
         raise error
 
     monkeypatch.delenv("ORT_ZERO_DEBUG", raising=False)
-    use_backend(build=fail)
-    assert cli.main(["build"]) == 2
+    use_backend(examine=fail)
+    assert cli.main(["doctor"]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and "second line" not in captured.err
-    assert cli.main(["build", "--json"]) == 2
+    assert cli.main(["doctor", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"].endswith("second line")
-    assert cli.main(["build", "--debug"]) == 2
+    assert cli.main(["doctor", "--debug"]) == 2
     err = capsys.readouterr().err
     assert "Traceback" in err and "second line" in err
 
@@ -240,7 +222,6 @@ def test_an_error_is_one_line_unless_debug(monkeypatch, use_backend, capsys, err
         [],
         ["nonsense"],
         ["doctor", "--nonsense"],
-        ["build", "--forc"],
         ["doctor", "extra"],
         ["stats"],
         ["stats", "compare", "a"],
@@ -289,7 +270,6 @@ def test_options_are_frozen():
     ]  # fmt: skip
     assert found == {
         "doctor": sorted([*common, "--file", "--ranks", "--storage"]),
-        "build": sorted([*common, "--force"]),
         "aggregate": sorted([*common, *aggregate]),
         "convert": sorted([*common, *convert]),
         "verify": sorted([*common, "--tag", "--tp-split", "--trust-pickle", "--workers"]),
@@ -312,18 +292,18 @@ def test_module_runs_the_same_command():
 
 @pytest.mark.parametrize("package", ["torch", "deepspeed", "onnxruntime", "onnx", "pyarrow"])
 def test_a_missing_package_is_named_with_the_command_that_brings_it(use_backend, capsys, package):
-    def fail(force):
+    def fail():
         raise ModuleNotFoundError(f"No module named '{package}'", name=package)
 
-    use_backend(build=fail)
-    assert cli.main(["build"]) == 2
-    assert f"ort-zero build: this needs {package}, which is not installed: pip install '" in capsys.readouterr().err
+    use_backend(examine=fail)
+    assert cli.main(["doctor"]) == 2
+    assert f"ort-zero doctor: this needs {package}, which is not installed: pip install '" in capsys.readouterr().err
 
 
 def test_a_missing_module_that_is_no_package_of_users_is_a_bug(use_backend, capsys):
-    def fail(force):
+    def fail():
         raise ModuleNotFoundError("No module named 'ort_zero.nothing'", name="ort_zero.nothing")
 
-    use_backend(build=fail)
-    assert cli.main(["build"]) == 2
+    use_backend(examine=fail)
+    assert cli.main(["doctor"]) == 2
     assert "internal error, ModuleNotFoundError" in capsys.readouterr().err

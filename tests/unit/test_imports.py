@@ -241,8 +241,8 @@ def own_names(tree: ast.AST) -> Iterator[str]:
 
 
 def in_compat(path: Path) -> bool:
-    """Return whether a file is in `compat/`, that of everybody or that of a backend."""
-    return "compat" in parts_of(path)[:2]
+    """Return whether a file is in `compat/`, or in `ortmodule/upstream/`."""
+    return not {"compat", "upstream"}.isdisjoint(parts_of(path)[:2])
 
 
 @functools.cache
@@ -344,14 +344,14 @@ offload.dp_process_group
     assert sorted({line for line, _ in private_attributes(ast.parse(code), own)}) == list(range(6, 15))
     code = (
         "from ort_zero import env, enable\nimport ort_zero.cli.main\nfrom . import patches\n"
-        "from ..ortmodule.runtime import runtime\nHOMES = {'x': 'ort_zero.statistics.rows'}\n"
+        "from ..ortmodule.upstream import hooks\nHOMES = {'x': 'ort_zero.statistics.rows'}\n"
     )
     found = [name for _, name in imported_modules(ast.parse(code), "ort_zero.zero3_hooks.subscriber")]
     assert set(found) == {
         "ort_zero.env", "ort_zero", "ort_zero.cli.main", "ort_zero.zero3_hooks.patches",
-        "ort_zero.ortmodule.runtime.runtime", "ort_zero.statistics.rows",
+        "ort_zero.ortmodule.upstream.hooks", "ort_zero.statistics.rows",
     }  # fmt: skip
-    assert [package_of(f"ort_zero{name}") for name in ("", ".ortmodule.backend", ".ortmodule.runtime.runtime")] == [
+    assert [package_of(f"ort_zero{name}") for name in ("", ".ortmodule.backend", ".ortmodule.upstream.hooks")] == [
         "__init__", "ortmodule.backend", "ortmodule",
     ]  # fmt: skip
     assert cycle_in({"a": ["b"], "b": ["c"], "c": []}) == []
@@ -366,7 +366,7 @@ offload.dp_process_group
         "ort_zero.hooks",
         "ort_zero.plugin",
         "ort_zero.cli.main",
-        "ort_zero.ortmodule.compat.extensions",
+        "ort_zero.ortmodule.upstream.extensions",
     ],
 )
 def test_import_is_light(module):

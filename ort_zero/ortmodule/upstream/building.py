@@ -17,7 +17,8 @@ import onnx
 import torch
 
 from ort_zero import env, log
-from ort_zero.ortmodule.upstream._temporary import import_ortmodule, make_ortmodule
+from ort_zero.ortmodule.upstream.loading import import_ortmodule
+from ort_zero.ortmodule.upstream.patches import make_ortmodule
 from ort_zero.utils.patching import replaced
 
 _building = threading.RLock()
