@@ -170,11 +170,18 @@ class OrtGraph:
         return results
 
     def _run(self, *arguments: Any) -> Sequence[torch.Tensor]:
-        inputs = self._captured.inputs(arguments)
+        captured = self._captured
+        inputs = captured.inputs(arguments)
         if self._graph.halves is not None:
-            return OrtGraphFunction.apply(self._graph.halves, *inputs)
-        session, places = self._inference
-        return session.run([inputs[place] for place in places])
+            computed = OrtGraphFunction.apply(self._graph.halves, *inputs)
+        else:
+            session, places = self._inference
+            computed = session.run([inputs[place] for place in places])
+        if captured.rest is None:
+            return computed
+        results = dict(zip(captured.computed, computed))
+        rest = iter(captured.rest(*arguments))
+        return [results[i] if i in results else next(rest) for i in range(len(captured.differentiable))]
 
     def _prepare(self, arguments: Sequence[Any]) -> None:
         """Build the graph before its first run, and check a run; leave the graph to PyTorch where that fails."""
@@ -203,8 +210,12 @@ class OrtGraph:
         options = replace(self._settings.build, name=f"{graph.unit or 'graph'}_{graph.number}")
         axes = captured.input_axes, captured.result_axes
         built = build(captured.module, inputs, axes, captured.is_training, SYMBOLICS, options)
+        functions = [node for node in built.model.graph.node if node.op_type.startswith("PythonOp")]
+        if functions and not captured.is_observed:
+            raise ExportError(f"{functions[0].name} is an autograd.Function; exclude the module that calls it")
         if captured.is_training:
-            graph.halves = Halves(built, inputs, captured.differentiable, self._note_backward)
+            differentiable = [captured.differentiable[index] for index in captured.computed]
+            graph.halves = Halves(built, inputs, differentiable, self._note_backward)
         else:
             graph.inference = Session(built.model)
             self._inference = graph.inference, [built.places[name] for name in graph.inference.inputs]

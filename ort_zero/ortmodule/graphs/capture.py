@@ -30,7 +30,11 @@ class CapturedGraph:
     plain: fx.GraphModule
     """The graph with its random operators' draws as further arguments."""
     module: nn.Module
-    """The graph without random operators: it takes the tensors of :meth:`inputs`, and returns a tuple of tensors."""
+    """The graph without random operators: takes the tensors of :meth:`inputs`, returns a tuple of :attr:`computed`."""
+    computed: tuple[int, ...]
+    """Numbers of the results that `module` returns."""
+    rest: fx.GraphModule | None
+    """Computes the other results from all arguments, in PyTorch; None if there are none."""
     places: tuple[int, ...]
     """Places of the tensors among the arguments."""
     sizes: SizeReader
@@ -40,9 +44,11 @@ class CapturedGraph:
     input_axes: tuple[dict[int, str], ...]
     """For each input of `module`, a name for each size that changes; equal sizes have equal names."""
     result_axes: tuple[dict[int, str], ...]
-    """For each result, a name for each size that changes."""
+    """For each result of `module`, a name for each size that changes."""
     differentiable: tuple[bool, ...]
     """For each result, whether the result has a gradient."""
+    is_observed: bool
+    """Whether statistics look into the graph."""
     is_training: bool
     """Whether the graph has a backward."""
 
@@ -73,22 +79,40 @@ def capture(original: fx.GraphModule) -> CapturedGraph:
     drawn = draws.take_out(graph, sizes)
     _read_sizes_from_tensors(graph, holders)
     module.recompile()
+    in_torch = refusals.refuse_by_fake_run(module, [value_of(node) for node in holders], drawn.fakes())
+    computed = tuple(index for index in range(len(results)) if index not in in_torch)
+    if not computed:
+        raise ExportError("each result is a view of an argument, or a constant")
     names: dict[Any, str] = {}
     fakes = [value_of(holders[place]) for place in places]
-    refusals.refuse_by_fake_run(module, [value_of(node) for node in holders], drawn.fakes())
     differentiable = tuple(value_of(result).requires_grad for result in results)
     return CapturedGraph(
         original=original,
         plain=module,
-        module=_OfTensors(module, places, len(holders)),
+        module=_OfTensors(_with_results(module, computed), places, len(holders)),
+        computed=computed,
+        rest=_with_results(original, in_torch) if in_torch else None,
         places=places,
         sizes=sizes,
         draws=drawn,
         input_axes=tuple(axes_of(fake, names) for fake in (*fakes, *drawn.fakes())),
-        result_axes=tuple(axes_of(value_of(result), names) for result in results),
+        result_axes=tuple(axes_of(value_of(results[index]), names) for index in computed),
         differentiable=differentiable,
-        is_training=torch.is_grad_enabled() and any(differentiable),
+        is_observed=False,
+        is_training=torch.is_grad_enabled() and any(differentiable[index] for index in computed),
     )
+
+
+def _with_results(module: fx.GraphModule, numbers: Sequence[int]) -> fx.GraphModule:
+    """Return a graph that computes some of a graph's results, with the same arguments."""
+    graph = fx.Graph()
+    results: Any = graph.graph_copy(module.graph, {})
+    if len(numbers) < len(results):
+        graph.output(tuple(results[number] for number in numbers))
+        graph.eliminate_dead_code()
+    else:
+        graph.output(tuple(results))
+    return fx.GraphModule(module, graph)
 
 
 class _OfTensors(nn.Module):

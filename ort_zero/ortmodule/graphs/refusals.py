@@ -83,8 +83,10 @@ def refuse_nested(graph: fx.Graph) -> None:
             raise ExportError("statistics look into the graph")
 
 
-def refuse_by_fake_run(module: fx.GraphModule, fakes: Sequence[Any], draws: Sequence[torch.Tensor]) -> None:
-    """Run a graph on fake tensors, and refuse it for what the run shows.
+def refuse_by_fake_run(module: fx.GraphModule, fakes: Sequence[Any], draws: Sequence[torch.Tensor]) -> list[int]:
+    """Run a graph on fake tensors, and refuse it for what the run shows; return the results that PyTorch computes.
+
+    These are views of arguments, and constants, which ONNX Runtime's builder takes for no results.
 
     Args:
         module: the graph, without its random operators.
@@ -92,8 +94,7 @@ def refuse_by_fake_run(module: fx.GraphModule, fakes: Sequence[Any], draws: Sequ
         draws: fake tensors of the draws, the last arguments.
 
     Raises:
-        ExportError: an operator is in :data:`REFUSED` or draws random numbers, an argument is changed, or a result
-            shares memory with an argument.
+        ExportError: an operator is in :data:`REFUSED` or draws random numbers, or an argument is changed.
     """
     tensors = [fake for fake in (*fakes, *draws) if isinstance(fake, torch.Tensor)]
     devices = {tensor.device.type for tensor in tensors}
@@ -111,9 +112,24 @@ def refuse_by_fake_run(module: fx.GraphModule, fakes: Sequence[Any], draws: Sequ
         if version_of(tensor) != before:
             raise ExportError(f"the graph changes its argument {node.name}; keep what changes outside of the module")
     memories = {torch_graphs.memory_of(tensor) for tensor in tensors}
-    shared = [index for index, result in enumerate(results) if torch_graphs.memory_of(result) in memories]
-    if shared:
-        raise ExportError(f"result {shared[0]} is a view of an argument; return a copy, or the argument itself")
+    nodes = module.graph.find_nodes(op="output")[0].args[0]
+    return [
+        index
+        for index, (result, node) in enumerate(zip(results, nodes, strict=True))
+        if torch_graphs.memory_of(result) in memories or not _reads_tensors(node)
+    ]
+
+
+def _reads_tensors(node: fx.Node) -> bool:
+    """Return True if a value depends on a tensor that goes into the graph."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        each = waiting.pop()
+        if each.op == "placeholder" and isinstance(each.meta.get("example_value"), torch.Tensor):
+            return True
+        waiting += [before for before in each.all_input_nodes if before not in seen]
+        seen.update(each.all_input_nodes)
+    return False
 
 
 def _tensor_inputs(graph: fx.Graph) -> list[fx.Node]:
