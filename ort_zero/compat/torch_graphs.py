@@ -42,7 +42,7 @@ def is_random(operator: Any) -> bool:
 
 def line_of(node: Node) -> str:
     """Return the line of the user's code that a node of a captured graph comes from, or the node's name."""
-    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip(" ^~")]
     return trace[-1] if trace else node.name
 
 

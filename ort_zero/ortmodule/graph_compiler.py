@@ -22,7 +22,7 @@ from ort_zero.ortmodule.graphs.values import Symbols, value_of
 from ort_zero.ortmodule.records import OrtGraphRecord, OrtRecord
 from ort_zero.ortmodule.symbolics import SYMBOLICS
 from ort_zero.ortmodule.upstream.building import BuildOptions, build
-from ort_zero.ortmodule.upstream.sessions import Session
+from ort_zero.ortmodule.upstream.sessions import Session, SessionError
 from ort_zero.units.module_paths import is_below
 from ort_zero.units.recompilations import Recompilations
 from ort_zero.units.result_groups import compile_parts, divided
@@ -161,7 +161,7 @@ class OrtGraph:
         state = torch.get_rng_state() if captured.draws.fakes() else None
         try:
             return self._run(*arguments)
-        except Exception as error:  # ONNX Runtime's exceptions have no public base class
+        except SessionError as error:
             failure = error
         if state is not None:
             torch.set_rng_state(state)

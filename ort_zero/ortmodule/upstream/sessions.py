@@ -23,6 +23,10 @@ _profiling: dict[str, Any] = {"prefix": None, "session_made": None}
 _numbers = itertools.count()
 
 
+class SessionError(Exception):
+    """The error of ONNX Runtime in a run."""
+
+
 class Session:
     """A session of one model on the CPU. Tensors go in contiguous; results are in new memory of ONNX Runtime.
 
@@ -57,7 +61,11 @@ class Session:
         }
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the results for contiguous tensors, in the order of :attr:`inputs`."""
+        """Return the results for tensors in the order of :attr:`inputs`; strided tensors are copied.
+
+        Raises:
+            SessionError: ONNX Runtime failed.
+        """
         self.runs += 1
         feeds, fetches = _pybind_state.OrtValueVector(), _pybind_state.OrtValueVector()
         feeds.reserve(len(tensors))
@@ -68,7 +76,10 @@ class Session:
                 feeds.push_back(_to_dlpack(tensor.view(torch.uint8)), True)
             else:
                 feeds.push_back(_to_dlpack(tensor), False)
-        self._run(self._options, self._names[0], feeds, self._names[1], fetches, self._devices)
+        try:
+            self._run(self._options, self._names[0], feeds, self._names[1], fetches, self._devices)
+        except Exception as error:  # ONNX Runtime's exceptions have no public base class
+            raise SessionError(str(error)) from error
         results = fetches.to_dlpacks(_from_dlpack)
         for index in fetches.bool_tensor_indices():
             results[index] = results[index].view(torch.bool)
