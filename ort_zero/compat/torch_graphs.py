@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,9 +21,16 @@ def expression_of(size: torch.SymInt) -> Any:
     return size.node.expr
 
 
-def fake_mode_of(tensors: Iterable[Any]) -> FakeTensorMode:
-    """Return the mode in which fake tensors were made; a new mode where none of `tensors` is fake."""
-    return next((tensor.fake_mode for tensor in tensors if hasattr(tensor, "fake_mode")), None) or FakeTensorMode()
+@contextmanager
+def fake_mode_of(tensors: Iterable[Any]) -> Iterator[None]:
+    """Enter the mode in which fake tensors were made, or a new one; tensors with values may be among the operands."""
+    mode = next((tensor.fake_mode for tensor in tensors if hasattr(tensor, "fake_mode")), None) or FakeTensorMode()
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        with mode:
+            yield
+    finally:
+        mode.allow_non_fake_inputs = before
 
 
 def memory_of(tensor: torch.Tensor) -> int:

@@ -15,6 +15,7 @@ from ort_zero import log
 from ort_zero.compat import compiled_backward
 from ort_zero.compat.torch_graphs import flops_of
 from ort_zero.errors import ExportError
+from ort_zero.ortmodule import statistics
 from ort_zero.ortmodule.checking import check
 from ort_zero.ortmodule.function import Halves, OrtGraphFunction
 from ort_zero.ortmodule.graphs.capture import CapturedGraph, capture
@@ -86,21 +87,27 @@ class OrtGraphCompiler:
             unit=self._unit,
             recompile_reason=reason,
             number=len(self._record.graphs),
-            flops=flops_of(module, [value_of(node) for node in module.graph.find_nodes(op="placeholder")]),
         )
         try:
             if compiled_backward.names_missing_gradients():
                 raise ExportError("an autograd.Function tells missing gradients from zeros (set_materialize_grads)")
             parts = divided(module) if torch.is_grad_enabled() else None
-            captured = capture(module) if parts is None else None
-        except Exception as error:  # an operator without a fake kernel raises what it likes
+        except ExportError as error:
+            statistics.observe_in_graph(module)
             self._record.add(graph)
             leave_to_torch(graph, error, self._settings.raises)
             return module
         if parts is not None:
             return compile_parts(parts, inputs, lambda part, of: self._compile(part, of, reason))
-        assert captured is not None
         self._record.add(graph)
+        is_observed = statistics.observe_in_graph(module)
+        with statistics.muted():
+            graph.flops = flops_of(module, [value_of(node) for node in module.graph.find_nodes(op="placeholder")])
+            try:
+                captured = capture(module, is_observed)
+            except Exception as error:  # an operator without a fake kernel raises what it likes
+                leave_to_torch(graph, error, self._settings.raises)
+                return module
         return OrtGraph(captured, graph, self._record, self._settings)
 
 
@@ -185,22 +192,27 @@ class OrtGraph:
 
     def _prepare(self, arguments: Sequence[Any]) -> None:
         """Build the graph before its first run, and check a run; leave the graph to PyTorch where that fails."""
-        graph, begin = self._graph, time.perf_counter()
+        graph = self._graph
         self._is_checking = True
         try:
-            if not graph.sessions():
-                self._build(arguments)
-                graph.build_seconds += time.perf_counter() - begin
-            begin = time.perf_counter()
-            without = check(self._captured, self._run, arguments)
-            graph.checked_runs += 1
-            graph.check_seconds += time.perf_counter() - begin
-            if graph.halves is not None:
-                graph.halves.leave_out([i for i, place in enumerate(self._captured.places) if place in without])
+            with statistics.muted():
+                self._build_and_check(arguments)
         except Exception as error:  # whatever the exporter, upstream's builder or ONNX Runtime raises
             leave_to_torch(graph, error, self._settings.raises)
         finally:
             self._is_checking = False
+
+    def _build_and_check(self, arguments: Sequence[Any]) -> None:
+        graph, begin = self._graph, time.perf_counter()
+        if not graph.sessions():
+            self._build(arguments)
+            graph.build_seconds += time.perf_counter() - begin
+        begin = time.perf_counter()
+        without = check(self._captured, self._run, arguments)
+        graph.checked_runs += 1
+        graph.check_seconds += time.perf_counter() - begin
+        if graph.halves is not None:
+            graph.halves.leave_out([i for i, place in enumerate(self._captured.places) if place in without])
 
     def _build(self, arguments: Sequence[Any]) -> None:
         captured, graph = self._captured, self._graph

@@ -15,7 +15,7 @@ class OrtGraphRecord(UnitGraph):
     """One graph of Dynamo."""
 
     number: int
-    flops: int
+    flops: int = 0
     """Floating-point operations of one forward, by torch's counter, with the sizes of the first call."""
     reason: str | None = None
     """Why PyTorch runs the graph; None while ONNX Runtime does."""

@@ -57,8 +57,12 @@ class CapturedGraph:
         return [*(arguments[place] for place in self.places), *self.draws.make(arguments)]
 
 
-def capture(original: fx.GraphModule) -> CapturedGraph:
+def capture(original: fx.GraphModule, is_observed: bool = False) -> CapturedGraph:
     """Return a graph of Dynamo in the forms that this engine runs.
+
+    Args:
+        original: the graph.
+        is_observed: statistics look into the graph, by autograd Functions.
 
     Raises:
         ExportError: ONNX Runtime cannot run the graph, with what and the way out.
@@ -98,7 +102,7 @@ def capture(original: fx.GraphModule) -> CapturedGraph:
         input_axes=tuple(axes_of(fake, names) for fake in (*fakes, *drawn.fakes())),
         result_axes=tuple(axes_of(value_of(results[index]), names) for index in computed),
         differentiable=differentiable,
-        is_observed=False,
+        is_observed=is_observed,
         is_training=torch.is_grad_enabled() and any(differentiable[index] for index in computed),
     )
 

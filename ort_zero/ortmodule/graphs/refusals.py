@@ -15,7 +15,6 @@ from torch import fx
 from ort_zero.compat import torch_graphs
 from ort_zero.compat.torch_modules import version_of
 from ort_zero.errors import ExportError
-from ort_zero.statistics.collect.graph_passes import is_observation
 
 Reason = str | Callable[..., str | None]
 """Why PyTorch runs a graph with an operator, or a function of the operator's arguments that returns why, or None."""
@@ -69,7 +68,7 @@ REFUSED: dict[str, Reason] = {
 
 
 def refuse_nested(graph: fx.Graph) -> None:
-    """Refuse a graph with graphs inside, or one that statistics look into.
+    """Refuse a graph with graphs inside.
 
     Raises:
         ExportError: an operator has a graph of its own, as activation checkpointing inside of a module has.
@@ -79,8 +78,6 @@ def refuse_nested(graph: fx.Graph) -> None:
             raise ExportError(
                 f"{node.target} has a backward of its own; move it out of the module, so that it calls the module"
             )
-        if is_observation(node):
-            raise ExportError("statistics look into the graph")
 
 
 def refuse_by_fake_run(module: fx.GraphModule, fakes: Sequence[Any], draws: Sequence[torch.Tensor]) -> list[int]:
