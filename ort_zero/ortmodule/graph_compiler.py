@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 
-from ort_zero import log
+from ort_zero import env, log
 from ort_zero.compat import compiled_backward
 from ort_zero.compat.torch_graphs import flops_of
 from ort_zero.errors import ExportError
@@ -76,8 +77,8 @@ class OrtGraphCompiler:
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any], reason: str | None) -> Compiled:
         for node, example in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
             node.meta.setdefault("example_value", example)
-        excluded = {node for node in module.graph.nodes if self._exclude and is_below(node, self._exclude)}
         calls = [node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+        excluded = {node for node in calls if self._exclude and is_below(node, self._exclude)}
         if excluded.issuperset(calls):
             return module
         if excluded:
@@ -116,6 +117,8 @@ def _apart(module: fx.GraphModule, excluded: set[fx.Node]) -> fx.GraphModule:
     parts: dict[fx.Node, int] = {}
     number, before = 0, None
     for node in module.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
         number += before is not None and (node in excluded) is not before
         before = node in excluded
         parts[node] = number
@@ -228,6 +231,9 @@ class OrtGraph:
         if captured.is_training:
             differentiable = [captured.differentiable[index] for index in captured.computed]
             graph.halves = Halves(built, inputs, differentiable, self._note_backward)
+            halves = {"forward": graph.halves.forward, "backward": graph.halves.backward}
+            for name, session in halves.items() if options.save_onnx is not None and env.rank() == 0 else ():
+                session.save(Path(options.save_onnx or "") / f"{options.name}_{name}.onnx")
         else:
             graph.inference = Session(built.model)
             self._inference = graph.inference, [built.places[name] for name in graph.inference.inputs]

@@ -28,7 +28,7 @@ class CapturedGraph:
     original: fx.GraphModule
     """The graph as Dynamo captured it, called with all arguments."""
     plain: fx.GraphModule
-    """The graph with its random operators' draws as further arguments."""
+    """The graph as captured, but for its draws, which are further arguments: float64's form is the judge."""
     module: nn.Module
     """The graph without random operators: takes the tensors of :meth:`inputs`, returns a tuple of :attr:`computed`."""
     computed: tuple[int, ...]
@@ -73,16 +73,16 @@ def capture(original: fx.GraphModule, is_observed: bool = False) -> CapturedGrap
     results = output.args[0]
     if not isinstance(results, (tuple, list)) or not all(isinstance(value_of(r), torch.Tensor) for r in results):
         raise ExportError("a graph that returns numbers runs in PyTorch; return tensors from the module")
-    module = fx.GraphModule(original, graph)
     holders = graph.find_nodes(op="placeholder")
     places = tuple(place for place, node in enumerate(holders) if isinstance(value_of(node), torch.Tensor))
     refusals.refuse_nested(graph)
     _keep_numbers_as_tensors(graph)
     sizes = SizeReader([value_of(node) for node in holders])
-    rewrites.apply(graph)
     drawn = draws.take_out(graph, sizes)
+    plain = _with_results(fx.GraphModule(original, graph), range(len(results)))
+    rewrites.apply(graph)
     _read_sizes_from_tensors(graph, holders)
-    module.recompile()
+    module = fx.GraphModule(original, graph)
     in_torch = refusals.refuse_by_fake_run(module, [value_of(node) for node in holders], drawn.fakes())
     computed = tuple(index for index in range(len(results)) if index not in in_torch)
     if not computed:
@@ -92,7 +92,7 @@ def capture(original: fx.GraphModule, is_observed: bool = False) -> CapturedGrap
     differentiable = tuple(value_of(result).requires_grad for result in results)
     return CapturedGraph(
         original=original,
-        plain=module,
+        plain=plain,
         module=_OfTensors(_with_results(module, computed), places, len(holders)),
         computed=computed,
         rest=_with_results(original, in_torch) if in_torch else None,

@@ -9,8 +9,6 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from ort_zero.ortmodule.graphs.values import value_of
-
 
 def attention(
     query: torch.Tensor,
@@ -92,13 +90,7 @@ REWRITES: dict[Any, Callable[..., Any]] = {F.scaled_dot_product_attention: atten
 
 
 def apply(graph: fx.Graph) -> None:
-    """Replace the calls of a graph that are in :data:`REWRITES`; attention with dropout stays, for its draw."""
+    """Replace the calls of a graph that are in :data:`REWRITES`."""
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in REWRITES and not _has_dropout(node):
+        if node.op == "call_function" and node.target in REWRITES:
             node.target = REWRITES[node.target]
-
-
-def _has_dropout(node: fx.Node) -> bool:
-    if node.target is not F.scaled_dot_product_attention:
-        return False
-    return bool(value_of(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import onnx
@@ -39,6 +40,7 @@ class Session:
         serialized = model.SerializeToString(deterministic=True)
         self.key = hashlib.sha256(serialized).hexdigest()[:16]
         """Name of the model's content, the same in all processes."""
+        self._serialized = serialized
         self.nodes = len(model.graph.node)
         self.runs = 0
         """Number of runs."""
@@ -84,6 +86,10 @@ class Session:
         for index in fetches.bool_tensor_indices():
             results[index] = results[index].view(torch.bool)
         return results
+
+    def save(self, path: Path) -> None:
+        """Write the model as an ONNX file."""
+        path.write_bytes(self._serialized)
 
     def end_profiling(self) -> str:
         """End the recording of nodes, and return the file with the profile."""
