@@ -6,6 +6,7 @@ of the user's tensors sees the check. The state of torch's generator afterwards 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -64,7 +65,7 @@ def _results(
         cotangents: gradients of the results that have one; None makes them.
     """
     leaves = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in arguments]
-    results = list(run(*leaves))
+    results: list[Any] = list(run(*leaves))
     if not graph.is_training:
         return results, []
     roots = [result for result, has_gradient in zip(results, graph.differentiable, strict=True) if has_gradient]
@@ -104,11 +105,14 @@ def _difference(
         return [values[0][index] for index in pairs]  # type: ignore[misc]
 
     def judges() -> tuple[list[torch.Tensor], Iterator[list[torch.Tensor]]]:
-        plain = graph.plain
-        exact = of(in_float64(plain), lambda a: _like(a, a.double()) if _is_real(a) else a)
-        return exact, (of(plain, lambda a, f=factor: _like(a, moved(a.detach(), f)) if _is_real(a) else a) for factor in MOVES)
+        exact = of(in_float64(graph.plain), lambda a: _like(a, a.double()) if _is_real(a) else a)
+        return exact, (of(graph.plain, functools.partial(_moved, factor=factor)) for factor in MOVES)
 
     return explain_difference([results[i] for i in pairs], [wanted[i] for i in pairs], judges)  # type: ignore[misc]
+
+
+def _moved(value: Any, factor: int) -> Any:
+    return _like(value, moved(value.detach(), factor)) if _is_real(value) else value
 
 
 def _is_real(value: Any) -> bool:

@@ -15,9 +15,7 @@ from onnx import helper
 
 from ort_zero.errors import ExportError
 
-_REPEATED = frozenset(
-    ("Cast", "Concat", "Constant", "Gather", "Identity", "Reshape", "Shape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
-)  # fmt: skip
+_REPEATED = frozenset("Cast Concat Constant Gather Identity Reshape Shape Slice Squeeze Transpose Unsqueeze".split())
 """Operators that the backward may compute again where all inputs are weights and constants."""
 
 
@@ -139,7 +137,10 @@ def _copied(names: Iterable[str], made: set[str]) -> tuple[list[str], list[onnx.
 
 
 def _reads(
-    backward: Sequence[onnx.NodeProto], producers: Mapping[str, onnx.NodeProto], forward: set[int], fixed: set[str]
+    backward: Sequence[onnx.NodeProto],
+    producers: Mapping[str, onnx.NodeProto],
+    forward: set[int],
+    fixed: frozenset[str],
 ) -> tuple[set[int], set[str]]:
     """Return the forward's nodes that the backward repeats, and the names of other values that the backward reads.
 

@@ -99,7 +99,7 @@ class OrtGraphFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
         """Run the backward; returns the gradients of the inputs."""
         halves: Halves = ctx.halves
         if all(gradient is None for gradient in gradients):

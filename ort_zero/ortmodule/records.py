@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ort_zero.ortmodule.function import Halves
@@ -33,17 +33,10 @@ class OrtGraphRecord(UnitGraph):
             return {"forward": self.halves.forward, "backward": self.halves.backward}
         return {} if self.inference is None else {"inference": self.inference}
 
-    def text(self) -> str:
-        """Return the graph in a line: direction, runtime, nodes, and why the graph was made."""
-        nodes = ", ".join(f"{name} of {session.nodes} nodes" for name, session in self.sessions().items())
-        return f"{UnitGraph.text(self)}; {self.reason or nodes or 'not built yet'}"
-
 
 @dataclass(slots=True)
 class OrtRecord(UnitsRecord[OrtGraphRecord]):
     """The graphs of one model."""
-
-    unit_reasons: dict[str, str] = field(default_factory=dict)
 
     def of_unit(self, unit_class: str) -> list[OrtGraphRecord]:
         """Return the graphs of a class of units."""
@@ -51,9 +44,9 @@ class OrtRecord(UnitsRecord[OrtGraphRecord]):
 
     def share(self) -> float | None:
         """Return ONNX Runtime's share of the floating-point operations of one run of each graph; None without any."""
-        running = [graph.flops for graph in self.graphs if graph.reason is None and graph.unit not in self.units_in_torch]
+        in_ort = [graph for graph in self.graphs if graph.reason is None and graph.unit not in self.units_in_torch]
         total = sum(graph.flops for graph in self.graphs)
-        return sum(running) / total if total else None
+        return sum(graph.flops for graph in in_ort) / total if total else None
 
     def session_runs(self) -> dict[str, int]:
         """Return how often sessions have run, by direction; the runs of checks are among them."""

@@ -1,4 +1,4 @@
-"""Put an engine's units into a model, and connect the model to a DeepSpeed engine: the same for each engine of units."""
+"""Put an engine's units into a model, and connect the model to a DeepSpeed engine, for any engine of units."""
 
 from __future__ import annotations
 

@@ -108,15 +108,16 @@ ALLOWED: dict[str, set[str]] = {
     # models in ONNX Runtime: what a backend offers, what is in place, and the frozen engine of onnxruntime-training
     "backends.interface": {"config"},
     "backends.registry": {"compat", "utils"},
-    "ortmodule": {"backends.interface", "backends.registry", "compat", "config", "distributed", "env", "errors", "log",
-                  "statistics.collect", "utils", "zero3_hooks"},
     # what engines that compile a model unit by unit share
-    "units": {"compat", "env", "errors", "log", "statistics.collect", "utils"},
+    "units": {"backends.registry", "compat", "env", "errors", "log", "statistics.collect", "utils"},
+    # the engine of onnxruntime-training
+    "ortmodule": {"backends.interface", "backends.registry", "compat", "env", "errors", "log", "statistics.collect",
+                  "units", "utils"},
     # the torch.compile backend on today's ONNX Runtime; its conversions know nothing of the rest
     "compile.conversion": {"compat"},
     "compile": {"backends.interface", "backends.registry", "compat", "compile.conversion", "config", "env", "errors",
                 "log", "statistics.collect", "units", "utils"},
-    "ortmodule.backend": {"backends.interface", "compat", "config", "errors", "ortmodule"},
+    "ortmodule.backend": {"backends.interface", "compat", "config", "errors", "ortmodule", "units"},
     "backends": {"backends.interface", "compile", "config", "ortmodule.backend"},
     # what connects all this to DeepSpeed and to users
     "plugin": {"backends", "backends.interface", "backends.registry", "checkpoint.loads", "checkpoint.opening",
@@ -124,8 +125,7 @@ ALLOWED: dict[str, set[str]] = {
                "metrics", "profiling", "statistics.collect", "utils", "zero3_hooks"},
     "doctor": {"__init__", "backends", "compat", "env", "masking", "utils"},
     "doctor_ranks": {"__init__", "backends", "compat", "distributed"},
-    "__init__": {"ortmodule", "plugin", "utils"},
-    "graph": {"ortmodule"},
+    "__init__": {"plugin", "utils"},
     "hooks": {"statistics.collect", "statistics.compare", "utils"},
     "cli": {"__init__", "backends", "backends.interface", "checkpoint.aggregation", "checkpoint.conversions",
             "checkpoint.files", "checkpoint.inspection", "compat", "distributed", "doctor", "doctor_ranks", "env",

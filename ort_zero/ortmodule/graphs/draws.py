@@ -72,7 +72,9 @@ class Draws:
         def evaluate(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return self._sizes.evaluate(value, symbols)
-            size, stride = (tuple(self._sizes.evaluate(n, symbols) for n in part) for part in (value.shape, value.stride()))
+            size, stride = (
+                tuple(self._sizes.evaluate(n, symbols) for n in part) for part in (value.shape, value.stride())
+            )
             return _Like(size, stride, value.dtype, value.device)
 
         return tree_map(evaluate, draw.arguments), tree_map(evaluate, draw.options)
@@ -154,7 +156,11 @@ def _draw_of(node: fx.Node) -> _Draw | None:
 def _overwriting(node: fx.Node) -> _Draw | None:
     """Return the draw of a method such as ``uniform_``, which overwrites a tensor that nothing else reads."""
     tensor = node.args[0]
-    if not isinstance(tensor, fx.Node) or any(isinstance(each, fx.Node) for each in node.args[1:]) or node.kwargs.get("generator") is not None:
+    if (
+        not isinstance(tensor, fx.Node)
+        or any(isinstance(each, fx.Node) for each in node.args[1:])
+        or node.kwargs.get("generator") is not None
+    ):
         return None
     _refuse_changes(node, True)
     fake = value_of(tensor)

@@ -27,7 +27,7 @@ def axes_of(fake: torch.Tensor, names: dict[Any, str]) -> dict[int, str]:
         names: the names of expressions so far; new expressions are added.
     """
     return {
-        dim: names.setdefault(expression_of(size), f"size_{len(names)}")
+        dim: names.setdefault(expression_of(size), f"size_{len(names)}")  # type: ignore[arg-type]
         for dim, size in enumerate(fake.shape)
         if isinstance(size, torch.SymInt)
     }

@@ -1,4 +1,4 @@
-"""Have upstream's own ORTModule export a captured graph and build the training graph; no session of upstream is made."""
+"""Have upstream's own ORTModule export a captured graph and build the training graph, without its session."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BuildOptions:
     name: str = "graph"
     """Beginning of the names of these files."""
     recompute: str = "off"
-    """What the backward computes again: ``off``, ``all``, a plan of upstream's memory optimizer, or a JSON file of it."""
+    """What the backward computes again: ``off``, ``all``, a plan of upstream's memory optimizer, or its JSON file."""
     recompute_level: int = 1
     """Upstream's level for ``all``."""
 

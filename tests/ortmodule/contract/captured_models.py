@@ -109,13 +109,13 @@ def batch(name: str, step: int, length: int = 12, rank: int = 0) -> dict[str, to
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.clone()}
 
 
-def train(model: nn.Module, name: str, steps: int) -> list[float]:
-    """Train a model, the last steps with longer texts; return the losses."""
+def train(model: nn.Module, name: str, steps: int, varies: bool) -> list[float]:
+    """Train a model, the last steps with longer texts if the length `varies`; return the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     losses = []
     for step in range(steps):
         torch.manual_seed(step)
-        loss = model(**batch(name, step, 12 if step < steps - 4 else 16)).loss
+        loss = model(**batch(name, step, 16 if varies and step >= steps - 4 else 12)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
