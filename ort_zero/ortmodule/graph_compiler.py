@@ -22,9 +22,9 @@ from ort_zero.ortmodule.function import Halves, OrtGraphFunction
 from ort_zero.ortmodule.graphs.capture import CapturedGraph, capture
 from ort_zero.ortmodule.graphs.values import Symbols, value_of
 from ort_zero.ortmodule.records import OrtGraphRecord, OrtRecord
-from ort_zero.ortmodule.upstream.symbolics import SYMBOLICS
 from ort_zero.ortmodule.upstream.building import BuildOptions, build
 from ort_zero.ortmodule.upstream.sessions import Session, SessionError
+from ort_zero.ortmodule.upstream.symbolics import SYMBOLICS
 from ort_zero.units.module_paths import is_below
 from ort_zero.units.recompilations import Recompilations
 from ort_zero.units.result_groups import compile_parts, divided

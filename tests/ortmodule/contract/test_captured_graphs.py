@@ -232,8 +232,8 @@ def test_embeddings_leave_padding_without_gradient_and_refuse_what_pytorch_refus
 
 
 def test_an_embedding_of_size_0_has_the_shape_of_its_indices():
-    from ort_zero.ortmodule.upstream.symbolics import SYMBOLICS
     from ort_zero.ortmodule.upstream.loading import import_ortmodule
+    from ort_zero.ortmodule.upstream.symbolics import SYMBOLICS
 
     import_ortmodule()
     shapes = []
