@@ -21,6 +21,10 @@ class UnitGraph:
     recompile_reason: str | None
     """Why Dynamo compiled the unit again; None for its first graph."""
 
+    def text(self) -> str:
+        """Return the graph in a line: the direction, and why the graph was made."""
+        return self.direction + (f"; made since {self.recompile_reason}" if self.recompile_reason else "")
+
 
 Graph = TypeVar("Graph", bound=UnitGraph)
 

@@ -51,7 +51,7 @@ class UnitsModel:
         engine.record.on_first_step = lambda: (call := announce()) and call()
         self.failures: dict[str, str] = {}
         self.raises = raises
-        self.units = [_UnitOfModel(self, unit) for unit in units]
+        self.units = [_UnitOfModel(unit) for unit in units]
         self.compiled: dict[Any, tuple[ClassForward, GraphCompiler]] = {}
         self.trials: dict[str, UnitTrial] = {}
         self._seen: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
@@ -59,7 +59,7 @@ class UnitsModel:
             self._seen[each] = True
         leave_out_caches(module)  # before the units: a model that is a unit itself stays compiled
         for unit in self.units:
-            replace_forward(unit.reference(), unit)
+            replace_forward(unit.reference(), _ByEngine(self, unit))
         _models[module] = self
         if subscribed_model.subscribed_models_in(module):
             self.mark_units()
@@ -115,7 +115,7 @@ class UnitsModel:
         for unit in self.units:
             module = unit.reference()
             if module is not None and is_compiled(module):
-                replace_forward(module, unit)
+                replace_forward(module, _ByEngine(self, unit))
 
     def after_step(self) -> None:
         """Announce the model after the engine's first step."""
@@ -177,27 +177,34 @@ class UnitsModel:
         return self.engine.memory_summary()
 
 
-class _UnitOfModel(Replacement):
-    """Has the engine of a model run a unit.
+class _UnitOfModel:
+    """What a model notes of one unit."""
 
-    Args:
-        model: the model.
-        unit: the unit.
-    """
-
-    def __init__(self, model: UnitsModel, unit: Unit):
-        self._model, self._exclude, self.path = model, unit.excluded, unit.path
-        self.graph_node = model.engine.graph_node
+    def __init__(self, unit: Unit):
+        self.path, self.exclude = unit.path, unit.excluded
         self.reference: Any = weakref.ref(unit.module)
         # libraries change classes later: fully_shard, parametrizations
         self.unit_class = type(unit.module).__name__
         self.is_slower = False
         """Whether PyTorch runs the unit, since the compiled form of the unit was slower."""
 
+
+class _ByEngine(Replacement):
+    """Has the engine of a model run a unit; the model does not hold it, so that both are freed without a collection.
+
+    Args:
+        model: the model.
+        unit: the unit.
+    """
+
+    def __init__(self, model: UnitsModel, unit: _UnitOfModel):
+        self._model, self._unit = model, unit
+        self.graph_node = model.engine.graph_node
+
     def compile(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-        engine, compiled, key = self._model.engine, self._model.compiled, (function, self._exclude)
+        engine, compiled, key = self._model.engine, self._model.compiled, (function, self._unit.exclude)
         if key not in compiled:
-            compiler = engine.compiler(self.unit_class, self._exclude)
+            compiler = engine.compiler(self._unit.unit_class, self._unit.exclude)
             noted = compiler.recompilations
             run = torch_compile.compile_function(function, compiler, noted.note_guard_failure, noted.note_guards)
             compiled[key] = ClassForward(function, run, engine.compiles_evaluations), compiler
@@ -209,11 +216,11 @@ class _UnitOfModel(Replacement):
         reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:400]
         if self._model.raises:
             raise ExportError(
-                f'{self.path or "the model"} cannot be compiled: {reason}; exclude it, or set "fallback": "warn" to '
-                "run it in PyTorch"
+                f'{self._unit.path or "the model"} cannot be compiled: {reason}; exclude it, or set "fallback": '
+                '"warn" to run it in PyTorch'
             ) from error
-        self._model.failures[self.path] = reason
-        log.get_logger().warning("%s runs in PyTorch on this rank: %s", self.path or "the model", reason)
+        self._model.failures[self._unit.path] = reason
+        log.get_logger().warning("%s runs in PyTorch on this rank: %s", self._unit.path or "the model", reason)
 
     def differentiated(self) -> None:
         if self._model.raises:
@@ -223,11 +230,11 @@ class _UnitOfModel(Replacement):
             log.get_logger().warning("PyTorch runs %s: %s", type(self._model.module).__name__, _DIFFERENTIATED)
 
     def goes_to_torch(self, unit: nn.Module) -> bool:
-        return self._model.engine.goes_to_torch(unit, self.unit_class)
+        return self._model.engine.goes_to_torch(unit, self._unit.unit_class)
 
     def trial_of(self, unit: nn.Module, inputs: Any) -> UnitTrial | None:
         model = self._model
-        graphs = model.engine.timed_keys(unit, self.unit_class)
+        graphs = model.engine.timed_keys(unit, self._unit.unit_class)
         if graphs is None:
             return None
         key = trial_key(unit, inputs, graphs)
@@ -235,9 +242,9 @@ class _UnitOfModel(Replacement):
             model.trials[key] = UnitTrial(key, agreement(), slowdown=model.engine.slowdown)
         trial = model.trials[key]
         if trial.runner is Runner.TORCH:
-            self.is_slower = True
-            if all(each.is_slower for each in model.units if each.unit_class == self.unit_class):
-                model.engine.record.units_in_torch.add(self.unit_class)
+            self._unit.is_slower = True
+            if all(each.is_slower for each in model.units if each.unit_class == self._unit.unit_class):
+                model.engine.record.units_in_torch.add(self._unit.unit_class)
         return trial
 
 

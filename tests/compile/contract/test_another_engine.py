@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +133,8 @@ def test_an_engine_trains_and_reports():
     assert (status["engine"], status["units"], status["settled"]) == ("whole graphs", ["0", "1", "2"], False)
     assert status["graph_runs"] == {"forward": 9, "backward": 9} and not status["failures"]
     assert announced == [model] and engine.first_steps == ["whole graphs"]
+    first, second = (graph.text() for graph in engine.record.graphs)
+    assert first == "forward" and second.startswith("forward; made since size 0 of x")
     (change,) = status["transitions"]
     assert (change["unit"], change["mode"]) == ("Block", "training") and "size 0 of x is 6, was 4" in change["reason"]
 
@@ -166,3 +170,15 @@ def test_what_an_engine_refuses_runs_in_pytorch():
     status = model.status()
     assert set(status["failures"]) == {"0", "1", "2"} and not status["units"] and not status["graph_runs"]
     assert all("such graphs are refused" in reason for reason in status["failures"].values())
+
+
+def test_a_model_without_replaced_forwards_is_freed_without_a_collection():
+    plain, ours, model = plain_and_run_by(WholeGraphs())
+    freed = weakref.ref(model)
+    gc.disable()
+    try:
+        model.fallback_reason = "a test"  # the units have their own forwards back
+        del plain, ours, model
+        assert freed() is None
+    finally:
+        gc.enable()
