@@ -82,27 +82,19 @@ class Backend(Protocol):
     def refuse(self, ds_config: Mapping[str, Any]) -> None:
         """Raise ConfigError for a key of a DeepSpeed config that the backend does not support."""
 
-    def run_for_engine(self, model: Any, section: config.Config, zero: Mapping[str, Any]) -> RunningModel:
-        """Replace the forwards of a model's units, and return what runs the model.
-
-        All ranks must call.
+    def run(self, model: Any, section: config.Config, zero: Mapping[str, Any]) -> RunningModel:
+        """Replace the forwards of a model's units, and return what runs the model. All ranks must call.
 
         Args:
-            model: the user's model.
+            model: the user's model, before a DeepSpeed engine is made of it.
             section: how the model runs.
-            zero: the section ``"zero_optimization"`` of the DeepSpeed config.
+            zero: the section ``"zero_optimization"`` of the DeepSpeed config; empty without DeepSpeed.
 
         Raises:
             ConfigError: a key of the section is wrong, or a file that it names is missing on a rank.
             UnsupportedVersionError: Python, torch or ONNX Runtime is missing or out of range.
             BuildError: compiled parts cannot be built.
         """
-
-    def connect(self, running: RunningModel, engine: Any) -> None:
-        """Pass the ZeRO stage, process group and limits of a complete DeepSpeed engine to the running model."""
-
-    def run_alone(self, model: Any, section: config.Config) -> RunningModel:
-        """Do the same without an engine; raise as :meth:`run_for_engine`."""
 
     def node_profiles(self, prefix: str) -> NodeProfiles:
         """Make new sessions record their nodes into files whose names begin with `prefix`."""

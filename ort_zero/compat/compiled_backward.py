@@ -72,11 +72,9 @@ def _prepare(function: Any) -> None:
         for index, like in enumerate(ctx._input_metadata):
             if values[index] is None:
                 values[index] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-        if torch._C._functorch.peek_interpreter_stack() is None and not any(map(_is_legacy, values)):
-            return run(values)
         keep, ctx.maybe_clear_saved_tensors = ctx.maybe_clear_saved_tensors, lambda: None
         try:
-            return _one_by_one(run, values)
+            return run_for_each(run, values)
         finally:
             ctx.maybe_clear_saved_tensors = keep
 
@@ -84,9 +82,16 @@ def _prepare(function: Any) -> None:
     setattr(function, _PREPARED, True)
 
 
+def run_for_each(backward: Backward, gradients: list[Any]) -> Sequence[Any]:
+    """Run a backward, once for each element of gradients that ``vmap`` has joined."""
+    if torch._C._functorch.peek_interpreter_stack() is None and not any(map(_is_legacy, gradients)):
+        return backward(gradients)
+    return _one_by_one(backward, gradients)
+
+
 def _is_legacy(gradient: Any) -> bool:
     """Return True for a gradient of ``is_grads_batched=True`` or of a vectorized Jacobian."""
-    return torch._C._functorch.is_legacy_batchedtensor(gradient)  # type: ignore[attr-defined]
+    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)  # type: ignore[attr-defined]
 
 
 def _one_by_one(backward: Backward, gradients: Sequence[Any]) -> tuple[Any, ...]:

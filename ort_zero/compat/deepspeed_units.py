@@ -132,3 +132,15 @@ def _without_whole(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return original(self)
 
     return __enter__
+
+
+def linear_in_graphs() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return DeepSpeed's linear layer for ZeRO-3, which from now on is one call in Dynamo's graphs, and torch's.
+
+    DeepSpeed's takes the place of ``torch.nn.functional.linear``. Dynamo would trace the autograd Function in it.
+    """
+    import torch
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    torch.compiler.allow_in_graph(zero3_linear_wrap)
+    return zero3_linear_wrap, torch._C._nn.linear

@@ -26,11 +26,10 @@ def refuse(ds_config: Mapping[str, Any]) -> None:
     """Refuse nothing: what ONNX Runtime cannot run, PyTorch runs."""
 
 
-def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) -> UnitsModel:
-    """Compile the units of `model` in place for a DeepSpeed engine; return what runs the model."""
+def run(model: Any, section: config.Config, zero: Mapping[str, Any]) -> UnitsModel:
+    """Compile the units of `model` in place; return what runs the model."""
     stage, max_elements = int(zero.get("stage", 0)), section.compile.max_unit_elements
-    from ort_zero.backends import registry
-    from ort_zero.compat import deepspeed_units, gloo_collectives, torch_adam, versions
+    from ort_zero.compat import deepspeed_units, versions
 
     versions.say_untested(versions.require("compile"))  # before the imports below, which need onnx
     from ort_zero.compile.deferred_logits import is_head
@@ -38,7 +37,7 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
     from ort_zero.compile.memory import MemoryBudget
     from ort_zero.compile.settings import Settings
     from ort_zero.units.finding import find_units
-    from ort_zero.units.running_model import UnitsModel
+    from ort_zero.units.installation import install
 
     if stage == 3 and max_elements is None:
         max_elements = deepspeed_units.max_gathered_elements(model, zero)
@@ -52,54 +51,15 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
     alone: Any = {"stands_alone": is_head} if settings.loss_devices else {}
     units = find_units(model, exclude=section.exclude, max_elements=max_elements, **alone)
     compile_engine = CompileEngine(settings, MemoryBudget(section.memory.recompute, section.memory.budget))
-    running = UnitsModel(model, compile_engine, units, stage, section.fallback == "raise")
-    if stage == 3:
-        registry.apply("gathers in units", deepspeed_units.patches)
-        deepspeed_units.gather_together(unit.module for unit in units)
-    if stage:
-        registry.apply("collectives without copies", gloo_collectives.patches)
-        registry.apply("updates in pieces", torch_adam.patches)
-    registry.register(running)
-    return running
-
-
-def connect(running: Any, engine: Any) -> None:
-    """Prepare a new DeepSpeed engine for compiled units: the order of gradients, the sizes of buckets, kept memory.
-
-    The optimizer gets the gradients in one order on all ranks, and the process keeps freed memory for the next step.
-    The step whose operations DeepSpeed's flops profiler counts runs in PyTorch: the profiler counts calls of Python.
-    """
-    from ort_zero.compat import deepspeed, deepspeed_buckets, deepspeed_gradient_order, deepspeed_units, glibc
-
-    running.stage = int(engine.zero_optimization_stage())
-    if running.stage == 3:
-        deepspeed_units.prefetch_less(engine, running.unit_modules())
-    glibc.keep_freed_memory()
-    deepspeed_buckets.bound_buckets(engine)  # whatever glibc does here: a bucket has one size on all ranks
-    if running.stage:
-        deepspeed_buckets.require_equal_sizes(engine, running.unit_modules())
-    deepspeed_gradient_order.keep_order(engine.optimizer, running.unit_modules())
-    if engine.flops_profiler_enabled():
-        is_counted = deepspeed.flops_are_counted(engine)
-        engine.module.register_forward_pre_hook(lambda module, args: running.suspend(is_counted()), prepend=True)
-
-
-def run_alone(model: Any, section: config.Config) -> UnitsModel:
-    """Compile the units of `model` in place, for training without DeepSpeed; return what runs the model.
-
-    From now on the process keeps freed memory for the next step.
-    """
-    from ort_zero.compat import glibc
-
-    glibc.keep_freed_memory()
-    return run_for_engine(model, section, {})
+    return install(model, compile_engine, units, stage, section.fallback == "raise")
 
 
 def node_profiles(prefix: str) -> NodeProfiles:
     """Have new sessions record their nodes, into files that begin with `prefix`."""
-    from ort_zero.compile.node_profiles import SessionProfiles
+    from ort_zero.compile import sessions
+    from ort_zero.units.node_profiles import SessionProfiles
 
-    return SessionProfiles(prefix)
+    return SessionProfiles(prefix, sessions.profile)
 
 
 def examine() -> Examination:

@@ -62,6 +62,7 @@ class Session:
             (i, edge.torch_dtype) for i, edge in enumerate(model.outputs) if edge.torch_dtype is not edge.dtype
         ]
         """The results to cast after a run: number and dtype of each."""
+        self.nodes = len(model.nodes)
         self.runs = 0
         """Number of runs."""
         self._session = onnxruntime.InferenceSession(self.serialized, _options(threads), providers=[provider])

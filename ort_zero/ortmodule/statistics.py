@@ -91,7 +91,7 @@ class _PassOn(torch.autograd.Function):
         """Return the gradient as it came."""
         if not _muted[0]:
             _OBSERVE_GRADIENT(gradient, ctx.tokens[0])
-        return gradient, *ctx.others
+        return gradient.clone(), *ctx.others  # ONNX Runtime copies, and says so, what is returned as it came
 
     @staticmethod
     def infer_shape(node: Any, shapes: list, types: list) -> tuple[list, list]:

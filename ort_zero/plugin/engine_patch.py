@@ -48,14 +48,16 @@ def _engine_init(original):
             return _subscribe(self, section.statistics)
         backend = loading.load(engine)
         backend.refuse(ds_config)
-        runtime = backend.run_for_engine(
+        runtime = backend.run(
             bound.arguments["model"],
             profiled_script.without_fallback(section),
             ds_config.get("zero_optimization") or {},
         )
         with backend_context.with_section():
             original(*bound.args, **bound.kwargs)
-        backend.connect(runtime, self)
+        from ort_zero.units import installation  # needs ONNX Runtime
+
+        installation.connect(runtime, self)
         _note(self)
         statistics.note_onnxruntime(self.module)
         self.__dict__["ort_zero_runtime"] = weakref.ref(runtime)

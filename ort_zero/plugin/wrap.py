@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ort_zero import config, env, log
 from ort_zero.backends import loading, registry
-from ort_zero.compat.torch_modules import modules_of
+from ort_zero.compat import glibc
 from ort_zero.errors import ConfigError
 from ort_zero.plugin import profiled_script, statistics, summary
 
@@ -45,7 +45,8 @@ def wrap(model: Any, **section: Any) -> Any:
         return model
     engine = options.engine()
     if engine != "torch":
-        running = loading.load(engine).run_alone(model, profiled_script.without_fallback(options))
+        glibc.keep_freed_memory()  # for the next step
+        running = loading.load(engine).run(model, profiled_script.without_fallback(options), {})
         statistics.note_onnxruntime(model)
         running.announce = lambda ready: summary.announce(options, ready.module, ready)
         profiled_script.measure_model(running)
@@ -64,10 +65,9 @@ def unwrap(model: Any) -> Any:
     Args:
         model: a model that :func:`wrap` has returned, a copy or a part of one, or a DeepSpeed engine's module.
     """
-    from ort_zero.units.unit_forward import restore_forward  # needs ONNX Runtime, which a model in PyTorch does not
+    from ort_zero.units import installation  # needs ONNX Runtime, which a model in PyTorch does not
 
-    for module in modules_of(model):
-        restore_forward(module)
+    installation.unwrap(model)
     for running in registry.runtimes():
         if running.module is model:
             registry.unregister(running)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
 
 Outputs = Sequence[torch.Tensor]
 Judges = Callable[[], tuple[Outputs, Iterable[Outputs]]]
@@ -19,6 +21,44 @@ _FACTOR = 8
 """Error of ONNX Runtime that is accepted, as a multiple of PyTorch's own error against float64."""
 _SCALE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 2e-5, torch.float64: 1e-12}
 """Difference that rounding explains, relative to the largest element, before float64 is asked."""
+
+MOVES = range(0x3504F333, 0x3504F333 + 16 * 0x1234567, 2 * 0x1234567)
+"""Odd numbers that spread the bits of a float: factors of :func:`moved`."""
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def moved(value: Any, factor: int) -> Any:
+    """Return a tensor whose elements are moved by a few roundings, up or down; anything else unchanged.
+
+    Runs with moved inputs show how far rounding alone takes the results, as sums in another order do: one run can be
+    near float64 by chance. Equal numbers move alike, since a graph may look for the elements that equal the largest.
+    Tensors of 16 bits stay: PyTorch's rounding to 16 bits is larger.
+    """
+    bits = _BITS.get(value.dtype) if isinstance(value, torch.Tensor) else None
+    if bits is None:
+        return value
+    value = value.contiguous()
+    return value + value * ((value.view(bits) * factor >> 7) % 3 - 1) * torch.finfo(value.dtype).eps * 4
+
+
+def in_float64(module: GraphModule) -> GraphModule:
+    """Return a graph with float64 in place of the floating-point dtypes that its calls name.
+
+    Run on inputs of float64, the graph is the judge between two computations in less.
+    """
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        for holder in ("args", "kwargs"):
+            setattr(copies[node], holder, map_aggregate(getattr(copies[node], holder), _wider))
+        if node.op == "call_method" and node.target == "float":
+            copies[node].target = "double"
+    return GraphModule(module, graph)
+
+
+def _wider(argument: Any) -> Any:
+    return torch.float64 if isinstance(argument, torch.dtype) and argument.is_floating_point else argument
 
 
 def explain_difference(results: Outputs, wanted: Outputs, judges: Judges) -> str | None:

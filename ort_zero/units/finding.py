@@ -55,10 +55,12 @@ def find_units(
     apart = blocks | {id(module) for module in modules_of(model) if blocks and stands_alone(module)}
 
     def units_below(module: nn.Module, path: str) -> Iterator[Unit]:
-        if path in excluded or not multiplies(module):
+        if path in excluded or not multiplies(module) or isinstance(module, nn.RNNBase):
             return
         prefix = f"{path}." if path else ""
         is_whole = id(module) in apart or not any(id(below) in apart for below in modules_of(module))
+        # Dynamo leaves a whole forward to Python that calls a recurrent layer
+        is_whole = is_whole and not any(isinstance(below, nn.RNNBase) for below in modules_of(module))
         is_callable = isinstance(module, nn.Sequential) or not isinstance(module, _CONTAINERS)
         fits = max_elements is None or elements_of(module) <= max_elements
         if is_whole and is_callable and (fits or not any(multiplies(child) for _, child in _children(module))):

@@ -108,15 +108,16 @@ ALLOWED: dict[str, set[str]] = {
     # models in ONNX Runtime: what a backend offers, and what is in place
     "backends.interface": {"config"},
     "backends.registry": {"compat", "utils"},
-    "ortmodule": {"backends.interface", "backends.registry", "compat", "config", "distributed", "env", "errors", "log",
-                  "statistics.collect", "utils", "zero3_hooks"},
     # what engines that compile a model unit by unit share
-    "units": {"compat", "env", "errors", "log", "statistics.collect", "utils"},
+    "units": {"backends.registry", "compat", "env", "errors", "log", "statistics.collect", "utils"},
+    # the engine of onnxruntime-training
+    "ortmodule": {"backends.interface", "backends.registry", "compat", "env", "errors", "log", "statistics.collect",
+                  "units", "utils"},
     # the torch.compile backend on today's ONNX Runtime; its conversions know nothing of the rest
     "compile.conversion": {"compat"},
     "compile": {"backends.interface", "backends.registry", "compat", "compile.conversion", "config", "env", "errors",
                 "log", "statistics.collect", "units", "utils"},
-    "ortmodule.backend": {"backends.interface", "compat", "config", "errors", "ortmodule"},
+    "ortmodule.backend": {"backends.interface", "compat", "config", "errors", "ortmodule", "units"},
     "backends": {"backends.interface", "compile", "ortmodule.backend"},
     # what connects all this to DeepSpeed and to users
     "plugin": {"backends", "backends.interface", "backends.registry", "checkpoint.loads", "checkpoint.opening",

@@ -24,7 +24,6 @@ import ort_zero
 import ort_zero.checkpoint
 from ort_zero import checkpoint, hooks
 from ort_zero.checkpoint import verify
-from ort_zero.graph.symbolics import run_in_torch
 from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber, SubscriberBase, inspect_activation
 
 model = torch.nn.Linear(1, 1)
@@ -35,11 +34,6 @@ ort_zero.status(1)  # error
 ort_zero.statuss()  # error
 ort_zero.enable()
 ort_zero.enable(force=True)  # error
-ort_zero.run_in_torch("aten::gelu", why="slow")
-ort_zero.run_in_torch("aten::gelu", reason="slow")  # error
-ort_zero.add_symbolic("aten::gelu", lambda g, x: x)
-ort_zero.add_symbolic("aten::gelu", 3)  # error
-run_in_torch(why="slow")  # error
 
 ort_zero.checkpoint.aggregate("a", "b", what="weights", max_shard_size="5GB")
 ort_zero.checkpoint.aggregate("a", "b", max_shard_sise="5GB")  # error

@@ -5,12 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
-
-from ort_zero.compile import sessions
+from typing import Any, Protocol
 
 _RUN, _KERNEL = "model_run", "_kernel_time"
 """Names of ONNX Runtime's events: a run of a session, and the end of the name of a node's."""
+
+
+class ProfiledSession(Protocol):
+    """A session of an engine."""
+
+    runs: int
+    """Number of runs."""
+    nodes: int
+    """Number of nodes of the model."""
+
+    def end_profiling(self) -> str:
+        """End the recording of nodes, and return the file with the profile."""
 
 
 class SessionProfiles:
@@ -18,21 +28,23 @@ class SessionProfiles:
 
     Args:
         prefix: beginning of the names of the files that sessions write.
+        profile: has new sessions of an engine record their nodes, into files with that prefix, and tell each session.
     """
 
-    def __init__(self, prefix: str):
-        self._marks: dict[sessions.Session, list[int]] = {}
+    def __init__(self, prefix: str, profile: Callable[[str | None, Callable[[ProfiledSession], None] | None], None]):
+        self._profile = profile
+        self._marks: dict[ProfiledSession, list[int]] = {}
         """For each session, the number of its runs when each profiled step began."""
         self._graph_built: Callable[[int, int, bool], int] = lambda nodes, python_ops, training: 0
-        sessions.profile(prefix, self._session_made)
+        profile(prefix, self._session_made)
 
     def recorder(self, graph_built: Callable[[int, int, bool], int]) -> Callable[[Any], Callable[[], None]]:
         """Return a ``graph_recorder``; sessions report themselves, so it has nothing to do."""
         self._graph_built = graph_built
         return lambda graph: lambda: None
 
-    def _session_made(self, session: sessions.Session) -> None:
-        self._marks[session] = [0] * self._graph_built(len(session.model.nodes), 0, True)
+    def _session_made(self, session: ProfiledSession) -> None:
+        self._marks[session] = [0] * self._graph_built(session.nodes, 0, True)
 
     def begin_step(self) -> None:
         """Note that a profiled step begins."""
@@ -41,7 +53,7 @@ class SessionProfiles:
 
     def end(self) -> None:
         """Record no further sessions."""
-        sessions.profile(None, None)
+        self._profile(None, None)
         for session, marks in self._marks.items():
             marks.append(session.runs)
 

@@ -1,0 +1,69 @@
+"""Run the units of a model through ORTModule's graph builder, as :class:`ort_zero.units.interface.Engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ort_zero.ortmodule.function import OrtGraphFunction
+from ort_zero.ortmodule.graph_compiler import OrtGraphCompiler, Settings
+from ort_zero.ortmodule.records import OrtRecord
+
+
+class OrtEngine:
+    """Runs the units of one model.
+
+    Args:
+        settings: how the model runs.
+    """
+
+    name = "ortmodule"
+    graph_node = OrtGraphFunction.__name__
+    slowdown = 1.3
+    compiles_evaluations = True
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.record = OrtRecord()
+        self.times_units = settings.times_units
+
+    def compiler(self, unit_class: str, exclude: tuple[str, ...]) -> OrtGraphCompiler:
+        """Return a new compiler for a class of units."""
+        return OrtGraphCompiler(self.settings, self.record, exclude, unit_class)
+
+    def timed_keys(self, unit: nn.Module, unit_class: str) -> list[str] | None:
+        """Return the names of the graphs of a unit's class; None before all are built, and if units are not timed."""
+        graphs = [graph for graph in self.record.of_unit(unit_class) if graph.direction == "forward"]
+        sessions = [session for graph in graphs for session in graph.sessions().values()]
+        is_built = bool(sessions) and all(graph.sessions() or graph.reason for graph in graphs)
+        return sorted({session.key for session in sessions}) if is_built and self.times_units else None
+
+    def goes_to_torch(self, unit: nn.Module, unit_class: str) -> bool:
+        """Return True if PyTorch runs all graphs of a unit's class: the unit then runs without Dynamo's guards."""
+        graphs = self.record.of_unit(unit_class)
+        if graphs and all(graph.reason is not None for graph in graphs):
+            self.record.units_in_torch.add(unit_class)
+        return unit_class in self.record.units_in_torch
+
+    def end_first_step(self, status: Callable[[], dict[str, Any]]) -> bool:
+        """Return False: nothing is chosen after the first step."""
+        return False
+
+    def status(self, units_are_settled: bool) -> dict[str, Any]:
+        """Return the engine's own keys of the model's entry in ``ort_zero.status()``."""
+        record = self.record.as_dict()
+        in_ort = record["graphs"] - record["graphs_in_torch"]
+        return {
+            "backend": "onnxruntime" if in_ort else "torch" if record["graphs"] else "not called yet",
+            "sessions": sum(len(graph.sessions()) for graph in self.record.graphs),
+            "in_torch": {f"{g.unit}, graph {g.number}": g.reason for g in self.record.graphs if g.reason is not None},
+            "ortmodule": {**record, "settled": units_are_settled},
+            "memory": [{"kept_bytes": record["kept_bytes"]}],
+        }
+
+    def memory_summary(self) -> Sequence[tuple[str, str]]:
+        """Return the row of the summary for graphs that compute activations again."""
+        memory = self.settings.build.recompute
+        return [("recompute", memory)] if memory != "off" else []

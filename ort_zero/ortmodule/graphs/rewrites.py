@@ -1,0 +1,96 @@
+"""Write calls that the exporter or ONNX Runtime treats wrongly by others; one table, applied to each graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    drawn: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute ``scaled_dot_product_attention`` by products and a softmax, as PyTorch does where it has no kernel.
+
+    A query that no key is visible to has the result 0, as in PyTorch.
+
+    Args:
+        query: [..., heads, length, width]; the others as ``scaled_dot_product_attention`` takes them.
+        key: [..., heads, keys, width].
+        value: [..., heads, keys, width of the result].
+        attn_mask: of bool, or added to the scores.
+        dropout_p: ignored, see `drawn`.
+        is_causal: hide later keys.
+        scale: factor of the scores.
+        enable_gqa: several heads of `query` share one head of `key` and `value`.
+        drawn: [..., heads, length, keys], the dropout of ones.
+    """
+    if enable_gqa and query.shape[-3] != key.shape[-3]:
+        key, value = (_repeated(each, query.shape[-3] // key.shape[-3]) for each in (key, value))
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
+    lowest = torch.finfo(query.dtype).min
+    if is_causal:
+        later = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).triu(1)
+        scores = scores + torch.zeros_like(later, dtype=query.dtype).masked_fill(later, lowest)
+    if attn_mask is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        is_bool = attn_mask.dtype is torch.bool
+        hidden = ~attn_mask if is_bool else attn_mask == -torch.inf
+        bias = torch.zeros_like(attn_mask, dtype=query.dtype) if is_bool else attn_mask
+        weights = torch.softmax(scores + bias.masked_fill(hidden, lowest), -1)
+        weights = weights.masked_fill(hidden.all(-1, keepdim=True), 0.0)
+    return (weights if drawn is None else weights * drawn) @ value
+
+
+def _repeated(heads: torch.Tensor, times: int) -> torch.Tensor:
+    """Return each head of [..., heads, length, width] several times in a row."""
+    *outer, count, length, width = heads.shape
+    return heads.unsqueeze(-3).expand(*outer, count, times, length, width).reshape(*outer, count * times, length, width)
+
+
+def _batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Compute ``batch_norm`` with running statistics, or with those of the batch where there are no running ones."""
+    if training and running_mean is not None:  # changes its arguments, which is refused
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    shape = [1, -1, *([1] * (input.dim() - 2))]
+    if training or running_mean is None or running_var is None:
+        axes = [0, *range(2, input.dim())]
+        mean = input.mean(axes, keepdim=True)
+        variance = (input - mean).square().mean(axes, keepdim=True)
+    else:
+        mean, variance = running_mean.reshape(shape), running_var.reshape(shape)
+    normal = (input - mean) * torch.rsqrt(variance + eps)
+    normal = normal if weight is None else normal * weight.reshape(shape)
+    return normal if bias is None else normal + bias.reshape(shape)
+
+
+REWRITES: dict[Any, Callable[..., Any]] = {F.scaled_dot_product_attention: attention, F.batch_norm: _batch_norm}
+"""Function in a graph of Dynamo to the function that takes its place."""
+
+
+def apply(graph: fx.Graph) -> None:
+    """Replace the calls of a graph that are in :data:`REWRITES`."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in REWRITES:
+            node.target = REWRITES[node.target]

@@ -1,0 +1,214 @@
+"""Have upstream's own ORTModule export a captured graph and build the training graph, without its session."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+from ort_zero import env, log
+from ort_zero.ortmodule.upstream.loading import import_ortmodule
+from ort_zero.ortmodule.upstream.patches import make_ortmodule
+from ort_zero.utils.patching import replaced
+
+_building = threading.RLock()
+"""Held while functions of upstream are replaced for one graph."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildOptions:
+    """How upstream builds graphs."""
+
+    log_level: str = "WARNING"
+    """Name of a level of :mod:`ort_zero.log`."""
+    save_onnx: str | None = None
+    """Folder into which rank 0 writes the models of each step of a build; None writes none."""
+    name: str = "graph"
+    """Beginning of the names of these files."""
+    recompute: str = "off"
+    """What the backward computes again: ``off``, ``all``, a plan of upstream's memory optimizer, or its JSON file."""
+    recompute_level: int = 1
+    """Upstream's level for ``all``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltGraph:
+    """A model as upstream's builder makes it; weights are inputs."""
+
+    model: onnx.ModelProto
+    """The training graph, with a YieldOp between forward and backward; without a backward the exported graph."""
+    places: dict[str, int]
+    """Name of each input that the model reads, and the place of its tensor among the inputs."""
+    gradients: dict[int, int]
+    """For each input with a gradient, by its place: the number of the model's output with the gradient."""
+    without_gradient: frozenset[int]
+    """Numbers of the results that lead to no input with a gradient."""
+    is_optimized: bool = False
+    """Whether ONNX Runtime's graph optimizers have run already, the memory optimizer among them."""
+
+
+def build(
+    module: torch.nn.Module,
+    tensors: Sequence[torch.Tensor],
+    axes: tuple[Sequence[dict[int, str]], Sequence[dict[int, str]]],
+    is_training: bool,
+    symbolics: dict[str, Callable[..., Any]],
+    options: BuildOptions,
+) -> BuiltGraph:
+    """Return the model of a captured graph.
+
+    Args:
+        module: takes the tensors, and returns a tuple of tensors.
+        tensors: the inputs of a call, whole and with values: the exporter traces them.
+        axes: a name for each size that changes, by dimension: of each input, and of each result.
+        is_training: build a backward.
+        symbolics: ``"::name"`` of an ATen operator to its symbolic function; wins over upstream's.
+        options: how to build.
+
+    Raises:
+        Exception: whatever the exporter or upstream's builder raises.
+    """
+    import_ortmodule()
+    from onnxruntime.training.ortmodule import _io
+    from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
+
+    with _building, ExitStack() as stack:
+        stack.enter_context(_quiet(options.log_level))
+        CustomOpSymbolicRegistry._SYMBOLICS.update(symbolics)
+        wrapper = make_ortmodule(module, _debug_options(options))
+        manager = wrapper._torch_module._execution_manager(is_training)
+        stack.enter_context(_recomputing(manager._runtime_options, options))
+        stack.enter_context(replaced(_io, "parse_inputs_for_onnx_export", lambda parse: _with_axes(parse, axes[0])))
+        stack.enter_context(
+            replaced(_io, "parse_outputs_for_onnx_export_and_extract_schema", lambda _: _names_and_axes(axes[1]))
+        )
+        _, info = manager._graph_transition_manager.get_post_processed_model(tuple(tensors), {})
+        names = {name: place for place, name in enumerate(_exported_names(manager))}
+        if not is_training:
+            model = info._post_export_processed_model
+            return BuiltGraph(
+                model=model,
+                places={each.name: names[each.name] for each in model.graph.input},
+                gradients={},
+                without_gradient=frozenset(range(len(model.graph.output))),
+            )
+        manager._initialize_graph_builder(info)
+        manager._detect_from_inputs(tuple(tensors), {})
+        manager._build_graph(manager._get_graph_transformer_config())
+        model = manager._onnx_models.optimized_model
+        trained = [name for name in info.onnx_graph_input_names if name in info.onnx_graph_input_names_require_grad]
+        is_optimized = manager._runtime_options.memory_optimizer_is_enabled()
+        if is_optimized or not _is_quiet(options.log_level):
+            model = _optimized_by_session(manager)
+        return BuiltGraph(
+            model=model,
+            places={name: names[name] for name in info.onnx_graph_input_names},
+            gradients={names[name]: index for index, name in enumerate(trained)},
+            without_gradient=frozenset(manager._graph_info.output_grad_indices_non_differentiable),
+            is_optimized=is_optimized or not _is_quiet(options.log_level),
+        )
+
+
+@contextmanager
+def _recomputing(runtime_options: Any, options: BuildOptions) -> Any:
+    """Set upstream's options of what backwards compute again, besides those of its environment variables."""
+    if options.recompute == "all":
+        runtime_options.memory_optimization_level = options.recompute_level
+        runtime_options.recompute_probe_config = "1:1"
+        yield
+    elif options.recompute.endswith(".json"):
+        runtime_options.memory_optimizer_config_file_path = options.recompute
+        yield
+    elif options.recompute != "off":
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(options.recompute.split(","), file)
+            file.flush()
+            runtime_options.memory_optimizer_config_file_path = file.name
+            yield
+    else:
+        yield
+
+
+def _exported_names(manager: Any) -> list[str]:
+    return manager._graph_transition_manager._model_info_for_export.onnx_graph_input_names
+
+
+def _debug_options(options: BuildOptions) -> Any:
+    from onnxruntime.training.ortmodule import DebugOptions, LogLevel
+
+    # from INFO on, upstream notes for each graph what its builder leaves out
+    level = LogLevel.ERROR if _is_quiet(options.log_level) else LogLevel[log.chosen(options.log_level).ortmodule]
+    if options.save_onnx is None or env.rank() != 0:
+        return DebugOptions(level)
+    Path(options.save_onnx).mkdir(parents=True, exist_ok=True)
+    return DebugOptions(level, save_onnx=True, onnx_prefix=options.name, save_path=options.save_onnx)
+
+
+def _with_axes(parse: Callable[..., Any], axes: Sequence[dict[int, str]]) -> Callable[..., Any]:
+    """Return a function that parses inputs as upstream's, with the names of sizes that Dynamo's guards leave open."""
+
+    def parse_inputs(*args: Any, **kwargs: Any) -> Any:
+        info = parse(*args, **kwargs)
+        info.onnx_graph_input_dynamic_axes_map = dict(zip(info.onnx_graph_input_names, axes, strict=True))
+        return info
+
+    return parse_inputs
+
+
+def _names_and_axes(axes: Sequence[dict[int, str]]) -> Callable[..., Any]:
+    """Return a function that names the results; upstream's runs a copy of the module to see them."""
+    names = [f"output-{index}" for index in range(len(axes))]
+    return lambda *args, **kwargs: (names, dict(zip(names, axes)), None)
+
+
+def _optimized_by_session(manager: Any) -> onnx.ModelProto:
+    """Return the training graph as a session of upstream's makes it, with what the memory optimizer computes again.
+
+    At upstream's level INFO the session also prints the table of what may be computed again.
+    """
+    config = manager._get_session_config
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "training.onnx")
+
+        def with_file() -> Any:
+            session_options, providers, provider_options = config()
+            session_options.optimized_model_filepath = path
+            return session_options, providers, provider_options
+
+        manager._get_session_config = with_file
+        manager._create_execution_agent()
+        manager._execution_agent = None
+        if manager._runtime_inspector.memory_ob.is_enabled():
+            manager._log_feature_stats()
+        return onnx.load(path)
+
+
+@contextmanager
+def _quiet(level: str) -> Any:
+    """Keep notes of ONNX Runtime's builder and warnings of the exporter from each graph and rank, but at DEVINFO."""
+    import onnxruntime
+
+    if not _is_quiet(level):
+        yield
+        return
+    onnxruntime.set_default_logger_severity(3)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        onnxruntime.set_default_logger_severity(2)
+
+
+def _is_quiet(level: str) -> bool:
+    return log.chosen(level).number >= logging.INFO

@@ -1,0 +1,71 @@
+"""Put an engine's units into a model, and connect the model to a DeepSpeed engine, for any engine of units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ort_zero.backends import registry
+from ort_zero.compat import (
+    deepspeed,
+    deepspeed_buckets,
+    deepspeed_gradient_order,
+    deepspeed_units,
+    glibc,
+    gloo_collectives,
+    torch_adam,
+)
+from ort_zero.compat.torch_modules import modules_of
+from ort_zero.units.finding import Unit
+from ort_zero.units.interface import Engine
+from ort_zero.units.running_model import UnitsModel
+from ort_zero.units.unit_forward import restore_forward
+
+
+def install(model: nn.Module, engine: Engine, units: Sequence[Unit], stage: int, raises: bool) -> UnitsModel:
+    """Have an engine run units of a model, in place; under ZeRO-3 DeepSpeed gathers the weights of each unit together.
+
+    Args:
+        model: the user's model, before a DeepSpeed engine is made of it.
+        engine: what runs the units.
+        units: the units.
+        stage: ZeRO stage, 0 without an engine of DeepSpeed.
+        raises: a compilation that fails raises.
+    """
+    running = UnitsModel(model, engine, units, stage, raises)
+    if stage == 3:
+        registry.apply("gathers in units", deepspeed_units.patches)
+        deepspeed_units.gather_together(unit.module for unit in units)
+    if stage:
+        registry.apply("collectives without copies", gloo_collectives.patches)
+        registry.apply("updates in pieces", torch_adam.patches)
+    registry.register(running)
+    return running
+
+
+def connect(running: UnitsModel, engine: Any) -> None:
+    """Prepare a new DeepSpeed engine for compiled units: the order of gradients, the sizes of buckets, kept memory.
+
+    The optimizer gets the gradients in one order on all ranks, and the process keeps freed memory for the next step.
+    The step whose operations DeepSpeed's flops profiler counts runs in PyTorch: the profiler counts calls of Python.
+    """
+    running.stage = int(engine.zero_optimization_stage())
+    if running.stage == 3:
+        deepspeed_units.prefetch_less(engine, running.unit_modules())
+    glibc.keep_freed_memory()
+    deepspeed_buckets.bound_buckets(engine)  # whatever glibc does here: a bucket has one size on all ranks
+    if running.stage:
+        deepspeed_buckets.require_equal_sizes(engine, running.unit_modules())
+    deepspeed_gradient_order.keep_order(engine.optimizer, running.unit_modules())
+    if engine.flops_profiler_enabled():
+        is_counted = deepspeed.flops_are_counted(engine)
+        engine.module.register_forward_pre_hook(lambda module, args: running.suspend(is_counted()), prepend=True)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Give the units below a model their own forwards back; return the model."""
+    for module in modules_of(model):
+        restore_forward(module)
+    return model
