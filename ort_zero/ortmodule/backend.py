@@ -51,6 +51,7 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
     from ort_zero.compat import deepspeed_units, versions
 
     versions.say_untested(versions.require("ort"))
+    from ort_zero.ortmodule import memory
     from ort_zero.ortmodule.engine import OrtEngine
     from ort_zero.ortmodule.graph_compiler import Settings
     from ort_zero.ortmodule.graphs.rewrites import REWRITES
@@ -61,34 +62,21 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
     stage = int(zero.get("stage", 0))
     max_elements = deepspeed_units.max_gathered_elements(model, zero) if stage == 3 else None
     raises = section.ortmodule.fallback == "raise"
+    recompute = memory.wanted_by(section.memory)
     settings = Settings(
+        recompute=recompute,
         raises=raises,
         times_units=section.ortmodule.place == "measured",
         build=BuildOptions(
             log_level=section.log_level,
             save_onnx=section.save_onnx,
-            recompute=_recompute(section.memory),
-            recompute_level=section.memory.level or 1,
+            recomputes=recompute is not None,
         ),
     )
     if stage == 3:
         REWRITES.update([deepspeed_units.linear_in_graphs()])
     units = find_units(model, exclude=section.exclude, max_elements=max_elements)
     return install(model, OrtEngine(settings), units, stage, raises), model
-
-
-def _recompute(memory: config.MemoryConfig) -> str:
-    """Return what graphs compute again: ``off``, ``all``, a plan of upstream's optimizer, or the plan's JSON file.
-
-    Raises:
-        ConfigError: the section has a budget, or asks for a choice of its own.
-    """
-    if memory.recompute == "auto" or memory.budget is not None:
-        raise ConfigError(
-            'ort_zero.memory: "backend": "ortmodule" takes "recompute": "all" or a plan of its memory optimizer, and '
-            'no "budget"; use "backend": "compile" for budgets'
-        )
-    return memory.recompute if isinstance(memory.recompute, str) else ",".join(memory.recompute)
 
 
 def connect(running: Any, engine: Any) -> None:
