@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 
 from ort_zero.ortmodule.function import OrtGraphFunction
 from ort_zero.ortmodule.graph_compiler import OrtGraphCompiler, Settings
+from ort_zero.ortmodule.memory import Recomputation
 from ort_zero.ortmodule.records import OrtRecord
+from ort_zero.utils.sizes import binary_size
 
 
 class OrtEngine:
@@ -60,10 +63,16 @@ class OrtEngine:
             "sessions": sum(len(graph.sessions()) for graph in self.record.graphs),
             "in_torch": {f"{g.unit}, graph {g.number}": g.reason for g in self.record.graphs if g.reason is not None},
             "ortmodule": {**record, "settled": units_are_settled},
-            "memory": [{"kept_bytes": record["kept_bytes"]}],
+            "memory": [asdict(each) for each in self._recomputations()],
         }
 
     def memory_summary(self) -> Sequence[tuple[str, str]]:
-        """Return the row of the summary for graphs that compute activations again."""
-        memory = self.settings.build.recompute
-        return [("recompute", memory)] if memory != "off" else []
+        """Return rows of the summary: each configuration of upstream's table that is applied, and what it saves."""
+        return [
+            (f"{each.unit}: {entry.configuration}", f"-{binary_size(entry.saved_bytes)} a forward")
+            for each in self._recomputations()
+            for entry in each.entries
+        ]
+
+    def _recomputations(self) -> list[Recomputation]:
+        return [graph.recomputation for graph in self.record.graphs if graph.recomputation is not None]

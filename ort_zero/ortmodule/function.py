@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import onnx
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -40,8 +41,7 @@ class Halves:
             raise ExportError(f"result {min(built.without_gradient - without)} has no gradient in ONNX Runtime")
         self.non_differentiable = frozenset(without)
         self.note_backward = note_backward
-        weights = {name for name, place in built.places.items() if isinstance(inputs[place], torch.nn.Parameter)}
-        division = divide(built.model, frozenset(weights))
+        division = divide(built.model, _weights(built, inputs))
         self.forward = Session(division.forward, built.is_optimized)
         self.backward = Session(division.backward(self.forward.types()), built.is_optimized)
         self.kept_bytes = 0
@@ -64,6 +64,18 @@ class Halves:
         """Have inputs get no gradient, as in PyTorch, where ONNX Runtime computes one of zeros."""
         for place in places:
             self.gradients.pop(place, None)
+
+
+def _weights(built: BuiltGraph, inputs: Sequence[torch.Tensor]) -> frozenset[str]:
+    return frozenset(name for name, place in built.places.items() if isinstance(inputs[place], torch.nn.Parameter))
+
+
+def kept_bytes(built: BuiltGraph, inputs: Sequence[torch.Tensor], model: onnx.ModelProto) -> int:
+    """Return the bytes that the forward of `model`, a form of the built graph, keeps for its backward in a call."""
+    division = divide(model, _weights(built, inputs))
+    session = Session(division.forward, is_optimized=True)
+    outputs = dict(zip(session.outputs, session.run([inputs[built.places[name]] for name in session.inputs])))
+    return sum(outputs[name].nbytes for name in division.kept)
 
 
 def _sources(backward: Session, division: Division) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +17,9 @@ from ort_zero import env, log
 from ort_zero.compat import compiled_backward
 from ort_zero.compat.torch_graphs import flops_of
 from ort_zero.errors import ExportError
-from ort_zero.ortmodule import statistics
+from ort_zero.ortmodule import memory, statistics
 from ort_zero.ortmodule.checking import check
-from ort_zero.ortmodule.function import Halves, OrtGraphFunction
+from ort_zero.ortmodule.function import Halves, OrtGraphFunction, kept_bytes
 from ort_zero.ortmodule.graphs.capture import CapturedGraph, capture
 from ort_zero.ortmodule.graphs.values import Symbols, value_of
 from ort_zero.ortmodule.records import OrtGraphRecord, OrtRecord
@@ -44,6 +45,8 @@ class Settings:
     times_units: bool = True
     """Units that are much slower in ONNX Runtime go back to PyTorch."""
     build: BuildOptions = BuildOptions()
+    recompute: memory.Wanted | None = None
+    """What backwards compute again; None keeps all."""
 
 
 class OrtGraphCompiler:
@@ -229,6 +232,13 @@ class OrtGraph:
         if functions and not captured.is_observed:
             raise ExportError(f"{functions[0].name} is an autograd.Function; exclude the module that calls it")
         if captured.is_training:
+            if self._settings.recompute is not None and built.with_plan is not None:
+                kept = functools.partial(kept_bytes, built, inputs)
+                model, graph.recomputation = memory.choose(
+                    graph.unit, self._settings.recompute, built.table, built.with_plan, kept
+                )
+                built = replace(built, model=model)
+                log.get_logger().info("%s", graph.recomputation.text())
             differentiable = [captured.differentiable[index] for index in captured.computed]
             graph.halves = Halves(built, inputs, differentiable, self._note_backward)
             halves = {"forward": graph.halves.forward, "backward": graph.halves.backward}

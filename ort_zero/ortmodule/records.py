@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ort_zero.ortmodule.function import Halves
+from ort_zero.ortmodule.memory import Recomputation
 from ort_zero.ortmodule.upstream.sessions import Session
 from ort_zero.units.records import UnitGraph, UnitsRecord
 
@@ -23,6 +24,8 @@ class OrtGraphRecord(UnitGraph):
     """The sessions of forward and backward; None before the first run, and without a backward."""
     inference: Session | None = None
     """The session of a graph without a backward."""
+    recomputation: Recomputation | None = None
+    """What the backward computes again; None unless the section asks for that."""
     build_seconds: float = 0.0
     check_seconds: float = 0.0
     checked_runs: int = 0

@@ -7,9 +7,9 @@ import logging
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,8 @@ class BuildOptions:
     """Folder into which rank 0 writes the models of each step of a build; None writes none."""
     name: str = "graph"
     """Beginning of the names of these files."""
-    recompute: str = "off"
-    """What the backward computes again: ``off``, ``all``, a plan of upstream's memory optimizer, or its JSON file."""
-    recompute_level: int = 1
-    """Upstream's level for ``all``."""
+    recomputes: bool = False
+    """The backward is to compute values again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +51,12 @@ class BuiltGraph:
     """For each input with a gradient, by its place: the number of the model's output with the gradient."""
     without_gradient: frozenset[int]
     """Numbers of the results that lead to no input with a gradient."""
+    table: Mapping[str, int] = field(default_factory=dict)
+    """The configurations of upstream's memory optimizer, and the number of their places; empty unless asked for."""
+    with_plan: Callable[[Sequence[str]], onnx.ModelProto] | None = None
+    """Returns the training graph with configurations applied, after ONNX Runtime's graph optimizers."""
     is_optimized: bool = False
-    """Whether ONNX Runtime's graph optimizers have run already, the memory optimizer among them."""
+    """Whether ONNX Runtime's graph optimizers have run already."""
 
 
 def build(
@@ -87,7 +89,6 @@ def build(
         CustomOpSymbolicRegistry._SYMBOLICS.update(symbolics)
         wrapper = make_ortmodule(module, _debug_options(options))
         manager = wrapper._torch_module._execution_manager(is_training)
-        stack.enter_context(_recomputing(manager._runtime_options, options))
         stack.enter_context(replaced(_io, "parse_inputs_for_onnx_export", lambda parse: _with_axes(parse, axes[0])))
         stack.enter_context(
             replaced(_io, "parse_outputs_for_onnx_export_and_extract_schema", lambda _: _names_and_axes(axes[1]))
@@ -107,36 +108,70 @@ def build(
         manager._build_graph(manager._get_graph_transformer_config())
         model = manager._onnx_models.optimized_model
         trained = [name for name in info.onnx_graph_input_names if name in info.onnx_graph_input_names_require_grad]
-        is_optimized = manager._runtime_options.memory_optimizer_is_enabled()
-        if is_optimized or not _is_quiet(options.log_level):
-            model = _optimized_by_session(manager)
-        return BuiltGraph(
+        built = BuiltGraph(
             model=model,
             places={name: names[name] for name in info.onnx_graph_input_names},
             gradients={names[name]: index for index, name in enumerate(trained)},
             without_gradient=frozenset(manager._graph_info.output_grad_indices_non_differentiable),
-            is_optimized=is_optimized or not _is_quiet(options.log_level),
         )
+        asked = manager._runtime_options.memory_optimizer_is_enabled()  # by upstream's variables
+        if not (options.recomputes or asked or not _is_quiet(options.log_level)):
+            return built
+        planner = _Planner(manager)
+        if asked:
+            return replace(built, model=planner.as_upstream(), is_optimized=True)
+        return replace(built, table=planner.table(), with_plan=planner.with_plan, is_optimized=options.recomputes)
 
 
-@contextmanager
-def _recomputing(runtime_options: Any, options: BuildOptions) -> Any:
-    """Set upstream's options of what backwards compute again, besides those of its environment variables."""
-    if options.recompute == "all":
-        runtime_options.memory_optimization_level = options.recompute_level
-        runtime_options.recompute_probe_config = "1:1"
-        yield
-    elif options.recompute.endswith(".json"):
-        runtime_options.memory_optimizer_config_file_path = options.recompute
-        yield
-    elif options.recompute != "off":
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            json.dump(options.recompute.split(","), file)
+class _Planner:
+    """Asks upstream's memory optimizer for its table, and has it apply plans to one training graph.
+
+    Args:
+        manager: upstream's, with the graph built.
+    """
+
+    def __init__(self, manager: Any):
+        self._manager = manager
+
+    def table(self) -> dict[str, int]:
+        """Return the configurations, and the number of their places; at upstream's level INFO also print the table."""
+        self._session(None)
+        observer = self._manager._runtime_inspector.memory_ob
+        if observer.is_enabled():
+            self._manager._log_feature_stats()
+        return {each: int(row.freq) for each, row in observer.cluster_id_combination_to_saving_symbolics_map.items()}
+
+    def as_upstream(self) -> onnx.ModelProto:
+        """Return the training graph with what upstream's own variables ask for, and print the table."""
+        model = self._session(None)
+        self._manager._log_feature_stats()
+        return model
+
+    def with_plan(self, plan: Sequence[str]) -> onnx.ModelProto:
+        """Return the training graph with configurations applied."""
+        with _building, tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(list(plan), file)
             file.flush()
-            runtime_options.memory_optimizer_config_file_path = file.name
-            yield
-    else:
-        yield
+            return self._session(file.name)
+
+    def _session(self, plan: str | None) -> onnx.ModelProto:
+        manager = self._manager
+        config, observer = manager._get_session_config, manager._runtime_inspector.memory_ob
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            path = str(Path(folder) / "training.onnx")
+
+            def with_file() -> Any:
+                session_options, providers, provider_options = config()
+                session_options.optimized_model_filepath = path
+                return session_options, providers, provider_options
+
+            stack.enter_context(replaced(manager, "_get_session_config", lambda _: with_file))
+            if plan is not None:
+                manager._runtime_options.memory_optimizer_config_file_path = plan
+                stack.enter_context(replaced(observer, "_is_enabled", lambda _: False))
+            manager._create_execution_agent()
+            manager._execution_agent = None
+            return onnx.load(path)
 
 
 def _exported_names(manager: Any) -> list[str]:
@@ -169,28 +204,6 @@ def _names_and_axes(axes: Sequence[dict[int, str]]) -> Callable[..., Any]:
     """Return a function that names the results; upstream's runs a copy of the module to see them."""
     names = [f"output-{index}" for index in range(len(axes))]
     return lambda *args, **kwargs: (names, dict(zip(names, axes)), None)
-
-
-def _optimized_by_session(manager: Any) -> onnx.ModelProto:
-    """Return the training graph as a session of upstream's makes it, with what the memory optimizer computes again.
-
-    At upstream's level INFO the session also prints the table of what may be computed again.
-    """
-    config = manager._get_session_config
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "training.onnx")
-
-        def with_file() -> Any:
-            session_options, providers, provider_options = config()
-            session_options.optimized_model_filepath = path
-            return session_options, providers, provider_options
-
-        manager._get_session_config = with_file
-        manager._create_execution_agent()
-        manager._execution_agent = None
-        if manager._runtime_inspector.memory_ob.is_enabled():
-            manager._log_feature_stats()
-        return onnx.load(path)
 
 
 @contextmanager
