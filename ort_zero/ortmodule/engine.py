@@ -62,7 +62,7 @@ class OrtEngine:
             "backend": "onnxruntime" if in_ort else "torch" if record["graphs"] else "not called yet",
             "sessions": sum(len(graph.sessions()) for graph in self.record.graphs),
             "in_torch": {f"{g.unit}, graph {g.number}": g.reason for g in self.record.graphs if g.reason is not None},
-            "ortmodule": {**record, "settled": units_are_settled},
+            "compiled": {**record, "settled": units_are_settled},
             "memory": [asdict(each) for each in self._recomputations()],
         }
 

@@ -57,13 +57,13 @@ def wanted_by(memory: config.MemoryConfig) -> Wanted | None:
     if isinstance(recompute, str) and recompute.endswith(".json"):
         recompute = config.read_json(Path(recompute), "the plan of ort_zero.memory.recompute,")
         if not isinstance(recompute, list) or not all(isinstance(each, str) for each in recompute):
-            raise ConfigError(f"the plan {memory.recompute} is not a list of configurations such as \"Gelu+:1:-1\"")
+            raise ConfigError(f'the plan {memory.recompute} is not a list of configurations such as "Gelu+:1:-1"')
     plan = recompute.split(",") if isinstance(recompute, str) else recompute
     wrong = [each for each in plan if not re.fullmatch(r"[\w+]+:[12]:-?\d+(,[\w+]+:[12]:-?\d+)*", each)]
     if wrong:
         raise ConfigError(
-            f'ort_zero.memory.recompute: {wrong[0]!r} must be off, all, auto, a configuration such as "FastGelu+:1:-1", '
-            "or the path of a JSON file with a list of them"
+            f"ort_zero.memory.recompute: {wrong[0]!r} must be off, all, auto, a configuration such as "
+            '"FastGelu+:1:-1", or the path of a JSON file with a list of them'
         )
     return Wanted(plan=tuple(plan))
 

@@ -91,9 +91,13 @@ def _compiled(status: Mapping[str, Any], section: config.Config) -> list[Row]:
     """Return the rows of a model whose units ONNX Runtime runs."""
     record = status["compiled"]
     share = record["flop_share"]
-    places = f"{record['segments']} segments, {status['sessions']} sessions"
-    if record["segments_in_torch"]:
-        places += f"; PyTorch runs {record['segments_in_torch']} of the segments"
+    places = f"{status['sessions']} sessions"
+    checks = ("checked against PyTorch", "the first run of each graph, by sizes", "always")
+    if status["engine"] == "compile":
+        places = f"{record['segments']} segments, {places}"
+        checks = ("checked against PyTorch", section.compile.verify, 'compile.verify: "sampled", "always", "off"')
+        if record["segments_in_torch"]:
+            places += f"; PyTorch runs {record['segments_in_torch']} of the segments"
     return [
         ("ONNX Runtime", _state(status["backend"] == "onnxruntime"), "enabled: false"),
         (
@@ -107,22 +111,23 @@ def _compiled(status: Mapping[str, Any], section: config.Config) -> list[Row]:
             f"{len(record['recompilations'])} since an earlier one did not fit",
             "ort-zero explain SCRIPT",
         ),
-        ("  run by", places, _other_place(section)),
+        ("  run by", places, _other_place(status["engine"], section)),
         (
             "  share of operations",
             "not counted" if share is None else f"{100 * share:.0f} % of floating-point operations in ONNX Runtime",
-            _other_place(section),
+            _other_place(status["engine"], section),
         ),
-        ("checked against PyTorch", section.compile.verify, 'compile.verify: "sampled", "always", "off"'),
+        checks,
         *_parts(section),
         ("run by PyTorch", _kept(status), "has no ONNX form here, or is faster there"),
         *((f"  {path or 'the model'}", why) for path, why in status["failures"].items()),
-        *((f"  segment {key}", why) for key, why in record["failed"].items()),
+        *((f"  segment {key}", why) for key, why in record.get("failed", {}).items()),
     ]
 
 
-def _other_place(section: config.Config) -> str:
-    return f'compile.place: "{"ort" if section.compile.place == "measured" else "measured"}"'
+def _other_place(engine: str, section: config.Config) -> str:
+    place = getattr(section, engine).place
+    return f'{engine}.place: "{"ort" if place == "measured" else "measured"}"'
 
 
 def _kept(status: Mapping[str, Any] | None) -> str:

@@ -108,7 +108,7 @@ def compare(pair_of_modules: tuple[nn.Module, nn.Module], step_of: Any, steps: i
             assert (theirs is None) == (ours is None)
             if theirs is not None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-    return ort_zero.status()["models"][-1]["ortmodule"]["session_runs"]
+    return ort_zero.status()["models"][-1]["compiled"]["session_runs"]
 
 
 def test_a_parameter_has_a_gradient_where_pytorch_has_one():
@@ -351,7 +351,7 @@ def test_an_excluded_module_stays_in_pytorch():
 
     modules = pair(Dropped, exclude=["a"])
     assert compare(modules, step_of)["forward"] > 3
-    assert ort_zero.status()["models"][-1]["ortmodule"]["graphs"] == 1
+    assert ort_zero.status()["models"][-1]["compiled"]["graphs"] == 1
 
 
 def test_a_backward_can_compute_activations_again():

@@ -17,11 +17,8 @@ SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 
 
 def gpt2():
-    return hf.GPT2LMHeadModel(
-        hf.GPT2Config(
-            vocab_size=90, n_positions=32, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0, use_cache=False
-        )
-    )
+    sizes = {"vocab_size": 90, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(bos_token_id=0, eos_token_id=0, use_cache=False, **sizes))
 
 
 def bert():
@@ -54,11 +51,11 @@ def test_the_bytes_that_are_kept_fall_by_what_the_table_says(build):
             torch.testing.assert_close(again_gradients[name], gradient, rtol=1e-4, atol=1e-6)
         (of_block, *_) = status["memory"]
         assert of_block["kept"] == of_block["kept_without"] - sum(each["saved_bytes"] for each in of_block["entries"])
-        before, now = (each["ortmodule"]["kept_bytes"] for each in (plain, status))
+        before, now = (each["compiled"]["kept_bytes"] for each in (plain, status))
         told = sum(each["kept_without"] - each["kept"] for each in status["memory"])
         assert told > 0.05 * before and now == pytest.approx(before - told, rel=0.05)  # measured in the newest forward
     _, _, least = trained(build, recompute="all")
-    assert least["ortmodule"]["kept_bytes"] <= now
+    assert least["compiled"]["kept_bytes"] <= now
 
 
 def test_a_plan_is_applied_as_upstream_takes_one(tmp_path):

@@ -32,11 +32,11 @@ def test_losses_are_those_of_pytorch(name, dropout):
     assert not status["failures"]
     for reason in status["in_torch"].values():
         assert any(words in reason for words in IN_PYTORCH.get(name, ())), reason
-    runs = status["ortmodule"]["session_runs"]
+    runs = status["compiled"]["session_runs"]
     assert runs["forward"] >= STEPS
     assert runs["backward"] >= STEPS
     eager.eval(), wrapped.eval()
     with torch.no_grad():
         for each in (captured_models.batch(name, 50), captured_models.batch(name, 51)):
             assert wrapped(**each).loss.item() == pytest.approx(eager(**each).loss.item(), rel=2e-3)
-    assert ort_zero.status()["models"][-1]["ortmodule"]["session_runs"]["inference"] > 0
+    assert ort_zero.status()["models"][-1]["compiled"]["session_runs"]["inference"] > 0

@@ -164,4 +164,4 @@ def test_each_step_is_that_of_pytorch(program):
     status = ort_zero.status()["models"][-1]
     reasons = " ".join(status["in_torch"].values())
     assert (IN_PYTORCH[program] in reasons) if program in IN_PYTORCH else not reasons
-    assert (status["ortmodule"]["session_runs"]["forward"] >= 5) == (program not in IN_PYTORCH)
+    assert (status["compiled"]["session_runs"]["forward"] >= 5) == (program not in IN_PYTORCH)

@@ -52,7 +52,7 @@ def train_all() -> dict[str, Any]:
                 if in_ort:
                     status = ort_zero.status()["models"][-1]
                 engine.destroy()
-            results[stage, name] = *both, status["ortmodule"]["session_runs"], status["in_torch"], status["zero_stage"]
+            results[stage, name] = *both, status["compiled"]["session_runs"], status["in_torch"], status["zero_stage"]
     return results
 
 
