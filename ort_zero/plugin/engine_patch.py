@@ -48,7 +48,7 @@ def _engine_init(original):
             return _subscribe(self, section.statistics)
         backend = loading.load(engine)
         backend.refuse(ds_config)
-        runtime = backend.run(
+        runtime: Any = backend.run(
             bound.arguments["model"],
             profiled_script.without_fallback(section),
             ds_config.get("zero_optimization") or {},
