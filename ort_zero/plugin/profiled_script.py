@@ -1,4 +1,4 @@
-"""Connect the engines and ORTModules of a script to the recorder of ``ort-zero profile``, if it runs the script."""
+"""Connect the engines and wrapped models of a script to the recorder of ``ort-zero profile``, if it runs the script."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ort_zero import config, env, log
 from ort_zero.backends import loading, registry
-from ort_zero.backends.interface import RunningModel
 from ort_zero.errors import ConfigError
 from ort_zero.plugin import profiled_script, statistics, summary
 
@@ -49,7 +48,8 @@ def wrap(model: Any, **section: Any) -> Any:
         running, wrapped = loading.load(engine).run_alone(model, profiled_script.without_fallback(options))
         if engine == "compile":
             statistics.note_onnxruntime(wrapped)
-        report_on(running, options, engine)
+        running.announce = lambda ready: summary.announce(options, ready.module, ready)
+        profiled_script.measure_model(running, engine)
     log.set_level(options.ortmodule.log_level, wrapped)
     session = statistics.collect(wrapped, options.statistics)
     if session is not None:
@@ -71,15 +71,3 @@ def unwrap(model: Any) -> Any:
         if running.module is model:
             registry.unregister(running)
     return model
-
-
-def report_on(running: RunningModel, section: config.Config, engine: str) -> None:
-    """Print the summary of a model without a DeepSpeed engine after its first run, and profile its calls if asked to.
-
-    Args:
-        running: what runs the model.
-        section: how the model runs.
-        engine: the engine that runs the model, "compile" or "ortmodule".
-    """
-    running.announce = lambda ready: summary.announce(section, ready.module, ready)
-    profiled_script.measure_model(running, engine)

@@ -105,7 +105,7 @@ def _why(task: ProfileTask, status: int, ranks: Sequence[RankProfile]) -> str:
     if not ranks:
         return (
             f"{task.script} made nothing that runs in ONNX Runtime: no DeepSpeed engine with an enabled \"ort_zero\" "
-            "section, and no ORTModule (arguments for the script go behind --)"
+            "section, and no ort_zero.wrap (arguments for the script go behind --)"
         )  # fmt: skip
     return (
         f"{task.script} ended before {task.warmup + task.steps} training steps of {ranks[0].model} (each a call in "

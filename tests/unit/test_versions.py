@@ -11,7 +11,7 @@ import pytest
 from ort_zero import config
 from ort_zero.compat import versions
 from ort_zero.errors import BuildError, ConfigError, UnsupportedVersionError
-from ort_zero.ortmodule.compat import extensions
+from ort_zero.ortmodule.upstream import extensions
 
 ALL = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "onnx": "1.23.2"}
 TRAINING = {**ALL, "onnxruntime-training": "1.19.2"}
@@ -148,7 +148,7 @@ def test_a_python_without_a_wheel_lacks_onnxruntime_alone(installed, python):
     said = str(error.value)
     assert said.startswith(f"ORTModule cannot run on Python {python[0]}.{python[1]}")
     assert "install plain onnxruntime: pip install 'ort-zero[ort]'" in said and "\n" not in said
-    with pytest.raises(BuildError) as error:  # `ort-zero build` names no wheel that cannot be installed
+    with pytest.raises(BuildError) as error:  # the compilation names no wheel that cannot be installed
         extensions.extension_dir()
     assert str(error.value) == said
 

@@ -23,6 +23,8 @@ def import_ortmodule() -> Any:
     # a tool of onnxruntime configures the root logger when it is imported
     with third_party.quiet(), third_party.root_logger_kept():
         package = importlib.import_module(PACKAGE)
+        # the first export would import it, and show what it warns of
+        importlib.import_module("onnxruntime.training.utils.hooks")
     hooks.patch_ranges()
     hooks.patch_ortmodule()
     extensions.load()

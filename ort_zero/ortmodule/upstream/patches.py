@@ -92,7 +92,9 @@ def _torchscript_export(original: Callable) -> Callable:
 
 def _with_torchscript(export: Callable) -> Callable:
     """Return ``torch.onnx.export`` with the TorchScript exporter as default; torch 2.4 has no other exporter."""
-    if "dynamo" not in inspect.signature(export).parameters:
+    parameters = inspect.signature(export).parameters
+    # a program may have put a function of its own in the place of torch's, which takes whatever it is given
+    if "dynamo" not in parameters and all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return export
     return functools.wraps(export)(functools.partial(export, dynamo=False))
 

@@ -19,10 +19,9 @@ class Edit(NamedTuple):
     find: str
     replace: str
     header: str = ""
-    """Header of torch that tells whether the edit is needed; empty if every torch needs the edit."""
     sign: str = ""
-    """The edit is needed where `header` has this text."""
-    count: int = 1
+    """The edit is needed where torch's header `header` has this text; every torch needs an edit without a header."""
+    times: int = 1
     """How often `find` must occur."""
 
 
@@ -32,16 +31,14 @@ _OWNED = ("torch/csrc/autograd/edge.h", "c10::intrusive_ptr<Node> function")
 
 EDITS: tuple[Edit, ...] = (
     # autograd nodes are held by c10::intrusive_ptr
-    Edit(
-        "ctx_pool.h", "std::shared_ptr<torch::autograd::Node>>", "c10::intrusive_ptr<torch::autograd::Node>>", *_OWNED
-    ),
+    Edit("ctx_pool.h", "std::shared_ptr<torch::autograd::Node>", "c10::intrusive_ptr<torch::autograd::Node>", *_OWNED),
     Edit(_FW, "const std::shared_ptr<torch::autograd::Node>& cdata", "const auto cdata", *_OWNED),
     # THPFunction::cdata is an owning pointer
     Edit(_FW, "py_fn->cdata.lock()", "py_fn->cdata", _FUNCTION, "c10::intrusive_ptr<torch::autograd::Node> cdata"),
     # PyNode::obj was replaced by PyNode::pyobj()
     Edit(_FW, "py_node_fn->obj;", "py_node_fn->pyobj();", _FUNCTION, "PyObject* pyobj() const", 2),
     # the typeinfo of PyNode and the function tensor_fromDLPack are not exported
-    Edit(_FW, "dynamic_cast<torch::autograd::PyNode*>(", "ort_zero_as_py_node(", count=2),
+    Edit(_FW, "dynamic_cast<torch::autograd::PyNode*>(", "ort_zero_as_py_node(", times=2),
     Edit(_FW, "torch::utils::tensor_fromDLPack(", "ort_zero_from_dlpack("),
     Edit(_BW, "torch::utils::tensor_fromDLPack(", "ort_zero_from_dlpack("),
 )
@@ -97,10 +94,7 @@ static at::Tensor ort_zero_from_dlpack(PyObject* capsule) {
 def apply_edits(name: str, text: str, include: Path) -> str:
     """Return `text`, the content of the source file `name`, with the edits that the installed torch needs.
 
-    Args:
-        name: file name within the extension, such as ``ctx_pool.h``.
-        text: content of the file in the wheel.
-        include: folder of the headers of torch.
+    `include` is the folder of the headers of torch.
 
     Raises:
         BuildError: an edit does not match as often as expected, or torch lacks a header that tells.
@@ -109,9 +103,9 @@ def apply_edits(name: str, text: str, include: Path) -> str:
         if edit.file != name or (edit.header and edit.sign not in _header(edit.header, include)):
             continue
         count = text.count(edit.find)
-        if count != edit.count:
+        if count != edit.times:
             raise BuildError(
-                f"{name}: expected {edit.find!r} {edit.count} time(s), found {count}, so the edit for this "
+                f"{name}: expected {edit.find!r} {edit.times} time(s), found {count}, so the edit for this "
                 "torch does not fit: pip install 'onnxruntime-training==1.19.2'"
             )
         text = text.replace(edit.find, edit.replace)
