@@ -120,7 +120,7 @@ ALLOWED: dict[str, set[str]] = {
     "ortmodule.backend": {"backends.interface", "compat", "config", "errors", "ortmodule", "units"},
     "backends": {"backends.interface", "compile", "ortmodule.backend"},
     # what connects all this to DeepSpeed and to users
-    "plugin": {"backends", "backends.interface", "backends.registry", "checkpoint.loads", "checkpoint.opening",
+    "plugin": {"backends", "backends.registry", "checkpoint.loads", "checkpoint.opening",
                "checkpoint.saves", "checkpoint.zero_to_fp32", "compat", "config", "distributed", "env", "errors", "log",
                "metrics", "profiling", "statistics.collect", "units", "utils", "zero3_hooks"},
     "doctor": {"__init__", "backends", "compat", "env", "masking", "utils"},
