@@ -74,7 +74,7 @@ class OrtGraphCompiler:
         return self._compile(module, example_inputs, self.recompilations.note_graph())
 
     def forward_of(self, unit: nn.Module, compiled: Compiled) -> Compiled:
-        """Return the forward of a unit: that of its class."""
+        """Return the compiled forward of the unit's class."""
         return compiled
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any], reason: str | None) -> Compiled:

@@ -111,7 +111,7 @@ ALLOWED: dict[str, set[str]] = {
     # what engines that compile a model unit by unit share
     "units": {"backends.registry", "compat", "env", "errors", "log", "statistics.collect", "utils"},
     # the engine of onnxruntime-training
-    "ortmodule": {"backends.interface", "backends.registry", "compat", "env", "errors", "log", "statistics.collect",
+    "ortmodule": {"backends.interface", "backends.registry", "compat", "config", "env", "errors", "log", "statistics.collect",
                   "units", "utils"},
     # the torch.compile backend on today's ONNX Runtime; its conversions know nothing of the rest
     "compile.conversion": {"compat"},
@@ -127,7 +127,7 @@ ALLOWED: dict[str, set[str]] = {
     "doctor_ranks": {"__init__", "backends", "compat", "distributed"},
     "__init__": {"plugin", "utils"},
     "hooks": {"statistics.collect", "statistics.compare", "utils"},
-    "cli": {"__init__", "backends", "checkpoint.aggregation", "checkpoint.conversions", "checkpoint.files",
+    "cli": {"__init__", "checkpoint.aggregation", "checkpoint.conversions", "checkpoint.files",
             "checkpoint.inspection", "compat", "config", "distributed", "doctor", "doctor_ranks", "env",
             "errors", "masking", "profiling", "statistics", "statistics.compare", "utils"},
     "__main__": {"cli"},

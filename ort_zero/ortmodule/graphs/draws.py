@@ -201,7 +201,7 @@ def _argument(node: fx.Node, index: int, name: str) -> Any:
 
 
 def _bound(values: Any, options: Any, names: Sequence[str], defaults: Sequence[Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name; `defaults` are those of the last names."""
+    """Return the arguments of a call by name; the last names have `defaults`."""
     bound = dict(zip(names[len(names) - len(defaults) :], defaults))
     return bound | dict(zip(names, values)) | {name: value for name, value in options.items() if name in names}
 

@@ -70,7 +70,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """Compute ``batch_norm`` with running statistics, or with those of the batch where there are no running ones."""
+    """Compute ``batch_norm`` with running statistics, or with the batch's own where there are none."""
     if training and running_mean is not None:  # changes its arguments, which is refused
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     shape = [1, -1, *([1] * (input.dim() - 2))]

@@ -42,7 +42,7 @@ _SOURCES = (
     "custom_function_bw.cc",
     "torch_interop_utils.cc",
 )
-"""In the order in which the one translation unit includes the sources, the first extension's before the other's."""
+"""In the order in which a single translation unit includes the sources: the first extension's, then the other's."""
 _HEADER = "#pragma once\n" + "".join(
     f"#include <{name}>\n"
     for name in (
