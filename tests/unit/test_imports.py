@@ -111,8 +111,8 @@ ALLOWED: dict[str, set[str]] = {
     # what engines that compile a model unit by unit share
     "units": {"backends.registry", "compat", "env", "errors", "log", "statistics.collect", "utils"},
     # the engine of onnxruntime-training
-    "ortmodule": {"backends.interface", "backends.registry", "compat", "config", "env", "errors", "log", "statistics.collect",
-                  "units", "utils"},
+    "ortmodule": {"backends.interface", "backends.registry", "compat", "config", "env", "errors", "log",
+                  "statistics.collect", "units", "utils"},
     # the torch.compile backend on today's ONNX Runtime; its conversions know nothing of the rest
     "compile.conversion": {"compat"},
     "compile": {"backends.interface", "backends.registry", "compat", "compile.conversion", "config", "env", "errors",
