@@ -9,7 +9,6 @@ _OTHERS = {
     "matplotlib": "pip install 'ort-zero[plot]'",
     "numba": _STATISTICS,
     "numpy": "pip install 'numpy>=1.26,<3'",
-    "plotly": _STATISTICS,
     "pyarrow": _STATISTICS,
     "transformers": "pip install 'ort-zero[examples]'",
 }

@@ -15,7 +15,7 @@ from ort_zero.statistics.naming import module_name, span
 from ort_zero.utils import tables
 
 if TYPE_CHECKING:
-    from ort_zero.statistics.compare.comparison import Comparison, Difference
+    from ort_zero.statistics.compare.comparison import ComparedRecord, Comparison
     from ort_zero.statistics.compare.merge import MergeReport
     from ort_zero.statistics.records import RunInfo
 
@@ -164,7 +164,7 @@ def describe(info: RunInfo) -> str:
     return f"{info.path} ({', '.join(fact for fact in facts if fact)})"
 
 
-def _table(differences: list[Difference]) -> list[str]:
+def _table(differences: list[ComparedRecord]) -> list[str]:
     rows: list[tuple[str, ...]] = [_HEAD]
     for one in differences:
         rows.append(
@@ -176,12 +176,7 @@ def _table(differences: list[Difference]) -> list[str]:
                 one.tensor,
                 one.kind,
                 *(f"{value:.2e}" for value in (one.error, one.tolerance, one.inherited)),
-                *(_norm(side) for side in (one.a, one.b)),
+                *(f"{side['l2']:.6g}" for side in (one.a, one.b)),
             )
         )
     return tables.aligned(rows, right={i for i, name in enumerate(_HEAD) if name not in _LEFT})
-
-
-def _norm(side: Any) -> str:
-    value = None if side is None else side.get("l2")
-    return "-" if value is None else f"{value:.6g}"

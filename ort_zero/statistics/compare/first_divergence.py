@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from ort_zero.statistics.compare.align import Pairs, inverse
 from ort_zero.statistics.compare.call_tree import CallTree
-from ort_zero.statistics.compare.comparison import Difference, FirstDivergence
-from ort_zero.statistics.compare.differences import difference_of
+from ort_zero.statistics.compare.compared_records import record_of
+from ort_zero.statistics.compare.comparison import ComparedRecord, FirstDivergence
 from ort_zero.statistics.compare.layout import INPUT, OUTPUT
 from ort_zero.statistics.compare.local_errors import pairs_with_local_error
 from ort_zero.statistics.compare.step_comparison import StepComparison
@@ -32,7 +33,10 @@ def find_divergence(of_ranks: Sequence[StepComparison], rtol: float | None) -> t
 
 def _divergence_at(step: StepComparison, number: int, numbers: np.ndarray, everywhere: bool) -> FirstDivergence:
     phase = Phase(int(step.pairs.phase[number]))
-    difference = difference_of(step, number, float(step.tolerance[number]))
+    only_norm = bool(step.distances.error[number] <= step.tolerance[number])
+    if only_norm:
+        step = step.with_tolerance(number, step.norm_tolerance[number])
+    difference = record_of(step, number)
     calls = CallTree(step.pairs.a)
     if phase == Phase.PARAMETER:
         return _different_start(step, difference)
@@ -50,14 +54,14 @@ def _divergence_at(step: StepComparison, number: int, numbers: np.ndarray, every
         lone = _only_in_one(step.pairs, number)
         if lone:
             return _runs_in_one(difference, *lone)
-        direction, module, occurrence, hint = _behind_value(step, calls, number)
+        direction, module, occurrence, hint = _behind_value(step, calls, number, only_norm)
     text = sentence_of(difference, direction, module, occurrence, hint, everywhere)
     return FirstDivergence(
         same=False, module=module, occurrence=occurrence, direction=direction, difference=difference, text=text
     )
 
 
-def _behind_value(step: StepComparison, calls: CallTree, number: int) -> tuple[str, str, int, str]:
+def _behind_value(step: StepComparison, calls: CallTree, number: int, only_norm: bool) -> tuple[str, str, int, str]:
     """Return direction, module, occurrence and a hint for a value of the forward phase."""
     pairs = step.pairs
     table, row = pairs.a.table, int(pairs.row_a[number])
@@ -68,7 +72,7 @@ def _behind_value(step: StepComparison, calls: CallTree, number: int) -> tuple[s
         return "forward", *calls.name(caller, table.module[row].rpartition(".")[0]), ""
     call = int(table.call[row])
     module, occurrence = calls.name(call, table.module[row])
-    if step.distances.error[number] <= step.tolerance[number]:
+    if only_norm:
         norm, limit = step.distances.norm[number], step.norm_tolerance[number]
         return "forward", module, occurrence, (
             f"all elements are scaled, which is not rounding: the norm differs by {norm:.1e} (tolerance {limit:.1e})"
@@ -190,7 +194,7 @@ def _only_in_one(pairs: Pairs, number: int) -> tuple[str, str, int] | None:
     return None
 
 
-def _different_start(step: StepComparison, difference: Difference) -> FirstDivergence:
+def _different_start(step: StepComparison, difference: ComparedRecord) -> FirstDivergence:
     parameters = step.pairs.phase == Phase.PARAMETER
     apart = int((parameters & (step.distances.error > step.tolerance)).sum())
     text = (
@@ -200,17 +204,16 @@ def _different_start(step: StepComparison, difference: Difference) -> FirstDiver
     return FirstDivergence(same=False, module=difference.module, direction="forward", difference=difference, text=text)
 
 
-def _runs_in_one(difference: Difference, kind: str, module: str, occurrence: int) -> FirstDivergence:
+def _runs_in_one(difference: ComparedRecord, kind: str, module: str, occurrence: int) -> FirstDivergence:
     which = "first" if kind == "missing" else "second"
     text = (
         f"step {difference.step}, rank {difference.rank}, forward: {spoken(module, occurrence)} runs in the {which} "
         f"run alone, and {what_differs(difference)}, which comes after it, {how_it_differs(difference)}"
     )
-    changed = {name: getattr(difference, name) for name in Difference.__slots__} | {"kind": kind}
+    difference = dataclasses.replace(difference, kind=kind)
     return FirstDivergence(
-        same=False, module=module, occurrence=occurrence, direction="forward", difference=Difference(**changed),
-        text=text,
-    )  # fmt: skip
+        same=False, module=module, occurrence=occurrence, direction="forward", difference=difference, text=text
+    )
 
 
 def no_divergence(steps: Sequence[int], records: int) -> FirstDivergence:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -61,6 +62,12 @@ class StepComparison:
     def tolerance_of_undiverged(self, parameter_error: float) -> np.ndarray:
         """Return the tolerance of each pair if the parameters' relative error `parameter_error` were the only error."""
         return self.conditions.tolerance(self.floor, np.full(len(self.floor), parameter_error))
+
+    def with_tolerance(self, pairs: Any, tolerance: Any) -> StepComparison:
+        """Return a copy in which `pairs`, an index of an array, have another tolerance."""
+        changed = self.tolerance.copy()
+        changed[pairs] = tolerance
+        return dataclasses.replace(self, tolerance=changed)
 
     def without_sketches(self) -> StepComparison:
         """Return a copy without sketches, which take most of the memory."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ort_zero.statistics.compare.comparison import Difference
+from ort_zero.statistics.compare.comparison import ComparedRecord
 from ort_zero.statistics.records import Phase
 
 
-def full_name(difference: Difference) -> str:
+def full_name(difference: ComparedRecord) -> str:
     """Return the name of the tensor that differs, with its module: ``"h.0.attn.output[0]"``."""
     return ".".join(filter(None, (difference.module, difference.tensor)))
 
@@ -18,7 +18,7 @@ def spoken(module: str, occurrence: int = 1) -> str:
 
 
 def sentence_of(
-    difference: Difference, direction: str, module: str, occurrence: int, hint: str,
+    difference: ComparedRecord, direction: str, module: str, occurrence: int, hint: str,
     everywhere: bool,
 ) -> str:  # fmt: skip
     """Return the sentence that describes a first divergence.
@@ -41,7 +41,7 @@ def sentence_of(
     return f"{sentence}; {hint}" if hint else sentence
 
 
-def what_differs(difference: Difference) -> str:
+def what_differs(difference: ComparedRecord) -> str:
     """Return the name of the tensor that differs for a sentence: ``"the gradient of h.0's input[1]"``."""
     name = f"{spoken(difference.module, difference.occurrence)}'s {difference.tensor}" if difference.module else (
         f"the model's {difference.tensor}"
@@ -51,10 +51,9 @@ def what_differs(difference: Difference) -> str:
     return name
 
 
-def how_it_differs(difference: Difference) -> str:
+def how_it_differs(difference: ComparedRecord) -> str:
     """Return the end of a sentence, the difference of a tensor: ``"has shape (2, 3) and (2, 4)"``."""
     a, b = difference.a, difference.b
-    assert a is not None and b is not None
     if difference.kind == "shape":
         return f"has shape {tuple(a['shape'])} and {tuple(b['shape'])}"
     if difference.kind == "nan":

@@ -1,11 +1,13 @@
-"""Describe a record that differs, with its statistics in both runs."""
+"""Describe compared records, with their statistics in both runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ort_zero.statistics.compare.comparison import Difference
+import numpy as np
+
+from ort_zero.statistics.compare.comparison import ComparedRecord
 from ort_zero.statistics.compare.distance import KIND_NAMES, NO_NUMBER
 from ort_zero.statistics.compare.step_comparison import StepComparison
 from ort_zero.statistics.file_format import Table
@@ -51,12 +53,12 @@ class RecordView(Mapping):
         return repr(dict(self))
 
 
-def difference_of(step: StepComparison, index: int, tolerance: float) -> Difference:
-    """Return the pair with the number `index` as a :class:`~.comparison.Difference`."""
+def record_of(step: StepComparison, index: int) -> ComparedRecord:
+    """Return the pair with the number `index`."""
     pairs, distances = step.pairs, step.distances
     table, row = pairs.a.table, int(pairs.row_a[index])
-    kind = KIND_NAMES[distances.kind[index]] or "dtype"
-    return Difference(
+    error, tolerance = float(distances.error[index]), float(step.tolerance[index])
+    return ComparedRecord(
         step=step.step,
         rank=step.rank,
         phase=Phase(int(table.phase[row])),
@@ -64,10 +66,23 @@ def difference_of(step: StepComparison, index: int, tolerance: float) -> Differe
         module=table.module[row],
         occurrence=int(table.occurrence[row]),
         tensor=tensor_name(table.kind[row], table.slot[row]),
-        kind=kind,
-        error=float("nan") if distances.error[index] >= NO_NUMBER else float(distances.error[index]),
+        kind=KIND_NAMES[distances.kind[index]] if error > tolerance else "",
+        error=float("nan") if error >= NO_NUMBER else error,
         tolerance=tolerance,
         inherited=float(step.inherited[index]),
         a=RecordView(step.a, row, int(pairs.measured_a[index])),
         b=RecordView(step.b, int(pairs.row_b[index]), int(pairs.measured_b[index])),
     )
+
+
+class StepRecords(Sequence):
+    """The compared records of one step and rank, in order of execution, made on demand: only a report needs them."""
+
+    def __init__(self, step: StepComparison):
+        self._step, self._numbers = step, np.flatnonzero(step.pairs.comparable)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return record_of(self._step, int(self._numbers[index]))
