@@ -25,7 +25,7 @@ from ort_zero.statistics.compare.align import _longest_increasing, pair
 from ort_zero.statistics.compare.compare_runs import compare, compare_runs
 from ort_zero.statistics.compare.comparison import KINDS
 from ort_zero.statistics.compare.layout import layout_of
-from ort_zero.statistics.file_format import StepRows
+from ort_zero.statistics.file_format import DESCRIPTION
 from ort_zero.statistics.records import Phase
 from ort_zero.statistics.rows import COLUMNS
 
@@ -405,14 +405,9 @@ def write(run: Run, folder: Path) -> str:
         with StatisticsWriter(folder, rank, len(run.ranks), manifest=manifest) as writer:
             for step in run.steps_of(rank):
                 table = run.steps[rank][step]
-                rows = StepRows()
-                for name in ("phase", "order", "call", "caller", "occurrence", "source", "partitioned"):
-                    setattr(rows, name, getattr(table, name).tolist())
-                for name in ("module", "kind", "slot", "dtype", "shape"):
-                    setattr(rows, name, getattr(table, name))
+                described = {name: getattr(table, name) for name in DESCRIPTION}
                 numbers = np.stack([getattr(table, name).astype(np.float64) for name in COLUMNS], axis=1)
-                rows.raw = np.concatenate([numbers, table.first, table.sketch], axis=1)
-                writer.append(step, rows)
+                writer.append(step, described, np.concatenate([numbers, table.first, table.sketch], axis=1))
     return str(folder)
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from statistics_files import begin, records, write
+from statistics_records import Record, Statistics, columns_of
 
 from ort_zero.cli import main as cli
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics.compare.merge import SUMMARY, in_both_orders, merge_activation_summary
-from ort_zero.statistics.file_format import StepRows
-from ort_zero.statistics.records import SKETCH, Phase, Record, Statistics
+from ort_zero.statistics.records import SKETCH, Phase
 
 
 def numbers(values: np.ndarray) -> Statistics:
@@ -93,7 +93,7 @@ def ort_rows() -> list[Record]:
 def collect(folder: Path, rows: list[Record], steps=(0, 1), **options) -> Path:
     with begin(folder, **options) as writer:
         for step in steps:
-            writer.append(step, StepRows.of(rows))
+            writer.append(step, *columns_of(rows))
     return folder
 
 

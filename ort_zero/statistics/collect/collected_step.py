@@ -7,14 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ort_zero.statistics.file_format import StepRows
+from ort_zero.statistics.file_format import DESCRIPTION
 from ort_zero.statistics.records import Phase
 from ort_zero.statistics.rows import WIDTH
-
-_COLUMNS = (
-    "phase", "order", "call", "caller", "occurrence", "source", "module", "kind", "slot", "dtype", "shape",
-    "partitioned",
-)  # fmt: skip
 
 
 class CollectedStep:
@@ -23,7 +18,7 @@ class CollectedStep:
     def __init__(self, number: int, rows: int = 128):
         self.number = number
         self.columns: list[tuple] = []
-        """The columns of each row except the statistics, in the order of :data:`_COLUMNS`."""
+        """The columns of each row except the statistics, in the order of ``DESCRIPTION``."""
         self.raw = np.zeros((rows, WIDTH))
         self.used = 0
         self.sources: list[tuple[int, int]] = []
@@ -50,14 +45,18 @@ class CollectedStep:
              tensor.shape if shape is None else shape, partitioned)
         )  # fmt: skip
 
-    def finished(self) -> StepRows:
-        """Return the rows; a row that refers to an earlier row gets the shape and dtype of the earlier row."""
-        columns = {name: list(values) for name, values in zip(_COLUMNS, zip(*self.columns, strict=True), strict=True)}
-        rows = StepRows(**columns, raw=self.raw[: self.used]) if columns else StepRows()
+    def finished(self) -> tuple[dict[str, list], np.ndarray]:
+        """Return the columns that describe the rows, and the statistics, as the arguments of ``encode_step``.
+
+        A row that refers to an earlier row gets the shape and dtype of the earlier row.
+        """
+        described: dict[str, list] = {name: [] for name in DESCRIPTION}
+        described.update(zip(DESCRIPTION, map(list, zip(*self.columns, strict=True))))
+        shapes, dtypes = described["shape"], described["dtype"]
         for row, order in self.sources:
             first = self.by_order.get(order)
             if first is not None:
-                rows.shape[row], rows.dtype[row] = rows.shape[first], rows.dtype[first]
-        names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(rows.dtype)}
-        rows.dtype = [names[dtype] for dtype in rows.dtype]
-        return rows
+                shapes[row], dtypes[row] = shapes[first], dtypes[first]
+        names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(dtypes)}
+        described["dtype"] = [names[dtype] for dtype in dtypes]
+        return described, self.raw[: self.used]

@@ -23,6 +23,7 @@ from ort_zero.statistics.collect.subscribed_model import subscribed_model_of
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.statistics.collect.writer import StatisticsWriter
 from ort_zero.statistics.records import Phase
+from ort_zero.statistics.rows import WIDTH
 from ort_zero.statistics.run_folder import rank_name
 
 _MAX_PENDING = 8
@@ -80,7 +81,9 @@ class StatisticsSubscriber(SubscriberBase):
         self.parameters = parameters
         if not override_output_dir:
             refuse_used(Path(self.output_dir, rank_name(rank_and_size()[0])))
-        tensor_statistics.measure(torch.zeros(1))  # compiles the kernel now, not within the first step
+        tensor_statistics.measure_into(
+            np.empty(WIDTH), torch.zeros(1)
+        )  # compiles the kernel now, not within the first step
 
     # -- actions that the subscribed model calls ---------------------------------------------------------------------
 
@@ -170,7 +173,7 @@ class StatisticsSubscriber(SubscriberBase):
                 return
             self._pending.pop(0)
             self._rows = max(step.used, 1)  # the next step likely has as many rows
-            self._writer.append(step.number, step.finished())
+            self._writer.append(step.number, *step.finished())
             if not self._writer.alive:
                 self._failed = True
                 self._pending.clear()

@@ -19,8 +19,7 @@ import torch
 
 from ort_zero.statistics.collect.device_statistics import row_by_torch
 from ort_zero.statistics.collect.sampling import require_memory
-from ort_zero.statistics.records import Statistics
-from ort_zero.statistics.rows import WIDTH, merge, statistics_of
+from ort_zero.statistics.rows import WIDTH, merge
 
 if TYPE_CHECKING:
     from ort_zero.statistics.collect.kernels import Kernel
@@ -34,20 +33,6 @@ _kernels: dict[torch.dtype, Kernel] = {}
 _table: np.ndarray = np.zeros(0, np.float32)
 """The table of signs for the kernels; empty until the first kernel is compiled."""
 _lock = threading.Lock()
-
-
-def measure(tensor: torch.Tensor, bucket_size: int = BUCKET, *, on_cpu: bool = False, offset: int = 0) -> Statistics:
-    """Return the statistics of a tensor; for the arguments see :func:`measure_into`."""
-    return statistics_of(measure_raw(tensor, bucket_size, on_cpu=on_cpu, offset=offset))
-
-
-def measure_raw(
-    tensor: torch.Tensor, bucket_size: int = BUCKET, *, on_cpu: bool = False, offset: int = 0
-) -> np.ndarray:
-    """Return the statistics of a tensor as a new row; for the arguments see :func:`measure_into`."""
-    row = np.empty(WIDTH)
-    measure_into(row, tensor, bucket_size, on_cpu=on_cpu, offset=offset)
-    return row
 
 
 def measure_into(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 from ort_zero import env
 from ort_zero.errors import StatisticsError
 from ort_zero.log import get_logger
 from ort_zero.statistics.collect.folder_claim import taken_over
-from ort_zero.statistics.file_format import END, HEADER, StepRows, encode_step
+from ort_zero.statistics.file_format import END, HEADER, encode_step
 from ort_zero.statistics.records import FILE, FORMAT, FORMAT_VERSION, MANIFEST
 from ort_zero.statistics.run_folder import local_folder, rank_name, write_json
 
@@ -79,8 +81,10 @@ class StatisticsWriter:
             raise
         self.alive, self.size = True, len(HEADER)
 
-    def append(self, step: int, rows: StepRows) -> None:
+    def append(self, step: int, described: Mapping[str, Sequence], raw: np.ndarray) -> None:
         """Write one whole step; after an error of the file system warn once, and ignore all further steps.
+
+        For the arguments see :func:`~ort_zero.statistics.file_format.encode_step`.
 
         Raises:
             ValueError: `step` is not larger than the last step, or the columns have different lengths.
@@ -90,7 +94,7 @@ class StatisticsWriter:
         # a forked child shares the descriptor, but only the parent may write
         if not self.alive or os.getpid() != self._owner:
             return
-        data = encode_step(step, rows)
+        data = encode_step(step, described, raw)
         self._last = step
         try:
             if not os.fstat(self._descriptor).st_nlink:
