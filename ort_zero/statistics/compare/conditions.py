@@ -153,7 +153,7 @@ def _offsets(step: _Step) -> np.ndarray:
     (Higham, section 1.9).
     """
     pairs, a = step.tables.pairs, step.tables.a
-    taken, frames = step.dataflow.inputs()
+    taken, frames = step.dataflow.inputs
     rows = pairs.measured_a[pairs.reference[taken]]
     mean, deviation = np.nan_to_num(a.mean[rows]), np.nan_to_num(a.std[rows])
     usable = step.usable[pairs.reference[taken]] & (deviation > 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ort_zero.statistics.compare.dataflow import Dataflow, FrameEntries
+from ort_zero.statistics.compare.dataflow import Dataflow
 
 
 def inherited_errors(dataflow: Dataflow, errors: np.ndarray, usable: np.ndarray, parameters: np.ndarray) -> np.ndarray:
@@ -17,32 +17,20 @@ def inherited_errors(dataflow: Dataflow, errors: np.ndarray, usable: np.ndarray,
         parameters: the error of each frame's parameters.
     """
     result = np.zeros(len(dataflow.pairs))
-    usable_errors = np.where(usable, errors, 0.0)
-    _inherit_forward(dataflow, usable_errors, parameters, result)
-    in_frames = np.maximum(dataflow.largest_readable(usable_errors), parameters)
+    usable_errors = np.where(usable, errors, 0.0).tolist()
+    in_frames = parameters.tolist()
+    for value in dataflow.values:
+        if value.frame >= 0:
+            result[value.pair] = in_frames[value.frame]
+        for frame in value.readers:
+            in_frames[frame] = max(in_frames[frame], usable_errors[value.reference])
     gradients = _gradient_errors(dataflow, errors, usable)
-    _inherit_backward(dataflow, gradients, in_frames, result)
+    values = dataflow.forward[dataflow.pairs.gradient[dataflow.forward] >= 0]
+    result[dataflow.pairs.gradient[values]] = _inherited_by_gradients(dataflow, gradients.tolist(), in_frames)[values]
     owners = dataflow.owners_of_gradients()
-    behind = dataflow.largest_gradient(gradients)
-    np.maximum.at(result, owners.pair, np.maximum(behind, in_frames)[owners.frame])
+    behind = np.maximum(dataflow.largest_gradient(gradients), in_frames)
+    np.maximum.at(result, owners.pair, behind[owners.frame])
     return result
-
-
-def _inherit_forward(dataflow: Dataflow, errors: np.ndarray, parameters: np.ndarray, result: np.ndarray) -> None:
-    entries = dataflow.readable
-    running = np.append(entries.running(errors[dataflow.pairs.reference][entries.pair]), 0.0)
-    inner = dataflow.forward[dataflow.frame[dataflow.forward] >= 0]
-    frames = dataflow.frame[inner]
-    last = entries.before(frames, dataflow.order[inner]) - 1
-    result[inner] = np.maximum(_at_last(entries, running, frames, last), parameters[frames])
-
-
-def _at_last(entries: FrameEntries, running: np.ndarray, frames: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Return the running values at the entries `last`, 0 for entries that do not belong to `frames`."""
-    in_frame = np.zeros(len(last), bool)
-    if len(entries.frame):
-        in_frame = (last >= 0) & (entries.frame[np.maximum(last, 0)] == frames)
-    return np.where(in_frame, running[last], 0.0)
 
 
 def _gradient_errors(dataflow: Dataflow, errors: np.ndarray, usable: np.ndarray) -> np.ndarray:
@@ -56,27 +44,25 @@ def _gradient_errors(dataflow: Dataflow, errors: np.ndarray, usable: np.ndarray)
     return gradient_errors
 
 
-def _inherit_backward(dataflow: Dataflow, gradients: np.ndarray, in_frames: np.ndarray, result: np.ndarray) -> None:
-    inherited = np.zeros(len(dataflow.pairs))
-    for uses, entries in (
-        (dataflow.uses, dataflow.computed),
-        (dataflow.passed, dataflow.computed_first),
-    ):
-        behind = _behind(entries, gradients, uses.frame, uses.after)
-        np.maximum.at(inherited, uses.pair, np.maximum(behind, in_frames[uses.frame]))
-    further = dataflow.further
-    if len(further.pair):
-        entries = dataflow.computed_first
-        running = np.append(entries.running(gradients[entries.pair]), 0.0)
-        earlier = _at_last(entries, running, dataflow.frame[further.pair], further.last - 1)
-        np.maximum.at(inherited, further.pair, earlier)
-    if len(further.siblings):
-        np.maximum.at(inherited, further.siblings[:, 0], gradients[further.siblings[:, 1]])
-    with_gradient = dataflow.forward[dataflow.pairs.gradient[dataflow.forward] >= 0]
-    result[dataflow.pairs.gradient[with_gradient]] = inherited[with_gradient]
-
-
-def _behind(entries: FrameEntries, gradients: np.ndarray, frames: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return the largest gradient error from the entries `after` to the end of their frame, 0 in other frames."""
-    remaining = np.append(entries.remaining(gradients[entries.pair]), 0.0)
-    return np.where(np.append(entries.frame, -1)[after] == frames, remaining[after], 0.0)
+def _inherited_by_gradients(dataflow: Dataflow, gradients: list[float], in_frames: list[float]) -> np.ndarray:
+    """Return for each forward pair the error that its gradient inherits: from gradients of values computed from it."""
+    inherited = [0.0] * len(gradients)
+    later, later_first, earlier = ([0.0] * dataflow.frames for _ in range(3))
+    for value in reversed(dataflow.values):
+        pair, frame, user = value.pair, value.frame, value.user
+        inherited[value.reference] = max(inherited[value.reference], later[user], in_frames[user])
+        if value.is_passed:
+            inherited[pair] = max(inherited[pair], later_first[frame], in_frames[frame])
+        if value.is_new:
+            later[frame] = max(later[frame], gradients[pair])
+            if not value.is_further:
+                later_first[frame] = max(later_first[frame], gradients[pair])
+    for value in dataflow.values:
+        if value.is_further:
+            inherited[value.pair] = max(inherited[value.pair], earlier[value.frame])
+        elif value.is_new:
+            earlier[value.frame] = max(earlier[value.frame], gradients[value.pair])
+    for siblings in dataflow.siblings:
+        for one in siblings:
+            inherited[one] = max(inherited[one], *(gradients[other] for other in siblings if other != one))
+    return np.array(inherited)

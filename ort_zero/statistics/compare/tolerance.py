@@ -75,8 +75,7 @@ def limits_of(dataflow: Dataflow, other_dtype: bool) -> Limits:
     a = epsilons(pairs.a.table.dtype)[pairs.row_a]
     b = epsilons(pairs.b.table.dtype)[pairs.row_b]
     both = np.maximum(a, b) if other_dtype else np.minimum(a, b)
-    of_frames = np.zeros(dataflow.frames)
-    np.maximum.at(of_frames, dataflow.readable.frame, both[dataflow.readable.pair])
+    of_frames = dataflow.readable.largest_of_frames(dataflow.frames, both)
     epsilon = both.copy()
     inner = dataflow.forward[dataflow.frame[dataflow.forward] >= 0]
     epsilon[inner] = np.maximum(both[inner], of_frames[dataflow.frame[inner]])
