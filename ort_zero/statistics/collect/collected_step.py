@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from ort_zero.statistics.file_format import DESCRIPTION
-from ort_zero.statistics.records import Phase
 from ort_zero.statistics.rows import WIDTH
 
 
@@ -27,23 +25,17 @@ class CollectedStep:
         self.with_gradient: set[tuple[int, int]] = set()
         self.awaits_gradients = False
 
-    def next_row(self) -> np.ndarray:
-        """Return the next row of statistics, filled with zeros."""
+    def add(self, *described: Any) -> np.ndarray:
+        """Add a row, and return its place for the statistics, filled with zeros.
+
+        Args:
+            described: the columns in ``DESCRIPTION``, the dtype as torch's object.
+        """
+        self.columns.append(described)
         if self.used == len(self.raw):
             self.raw = np.concatenate([self.raw, np.zeros_like(self.raw)])
         self.used += 1
         return self.raw[self.used - 1]
-
-    def describe(
-        self, phase: Phase, order: int, call: int, caller: int, occurrence: int, source: int, module: str, kind: str,
-        slot: str, tensor: torch.Tensor, shape: Any = None, partitioned: bool = False,
-    ) -> None:  # fmt: skip
-        """Add all columns except the statistics to the row that :meth:`next_row` returned last."""
-        # one append instead of twelve: a step has some hundred rows
-        self.columns.append(
-            (phase, order, call, caller, occurrence, source, module, kind, slot, tensor.dtype,
-             tensor.shape if shape is None else shape, partitioned)
-        )  # fmt: skip
 
     def finished(self) -> tuple[dict[str, list], np.ndarray]:
         """Return the columns that describe the rows, and the statistics, as the arguments of ``encode_step``.

@@ -16,20 +16,25 @@ import numpy as np
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics.compare.compared_records import StepRecords, record_of
 from ort_zero.statistics.compare.comparison import KINDS, ComparedRecord, Comparison, FirstDivergence
-from ort_zero.statistics.compare.compatibility import common_steps, notes_on, notes_on_reference
 from ort_zero.statistics.compare.distance import KIND_NAMES
 from ort_zero.statistics.compare.first_divergence import find_divergence, no_divergence
+from ort_zero.statistics.compare.notes import common_steps, notes_on_reference, notes_on_runs, notes_on_structure
 from ort_zero.statistics.compare.optimizer_update import find_update_divergence
-from ort_zero.statistics.compare.rank_comparison import RankComparison, compare_ranks
+from ort_zero.statistics.compare.rank_comparison import RankComparison
 from ort_zero.statistics.compare.side_by_side import side_by_side
 from ort_zero.statistics.compare.step_comparison import StepComparison
-from ort_zero.statistics.compare.structure_notes import note_on_parameters, notes_on_samples, structure_notes
 from ort_zero.statistics.reader import Run, open_run
+from ort_zero.statistics.records import Phase
 
 MAX_DIFFERENCES = 1000
 MAX_STEPS = 12
 """Maximum number of steps whose errors are kept for the report; three of them are the step of the first divergence and
 its neighbours."""
+
+_WITHOUT_PARAMETERS = (
+    "parameters were not collected: after step 0, only errors much larger than slightly different parameters cause are "
+    "found"
+)
 
 
 def compare(
@@ -59,7 +64,7 @@ def compare_runs(
 ) -> Comparison:
     """Compare two open runs; for the arguments see :func:`compare`."""
     steps = common_steps(a, b)
-    notes = [*a.notes, *b.notes, *notes_on(a, b, steps)]
+    notes = [*a.notes, *b.notes, *notes_on_runs(a, b, steps)]
     runs = [a, b]
     if reference is not None:
         notes += notes_on_reference(a, reference, steps)
@@ -69,7 +74,7 @@ def compare_runs(
     ranks = [RankComparison(number, a.info.dtype != b.info.dtype, tolerance) for number in numbers]
     result = _Result(tolerance, steps)
     for tables in side_by_side(runs, numbers, steps, progress):
-        result.add(compare_ranks(ranks, tables), ranks)
+        result.add([rank.compare(*of_rank) for rank, of_rank in zip(ranks, tables)], ranks)
     return result.comparison(a, b, str(rtol), notes)
 
 
@@ -141,12 +146,11 @@ class _Result:
 
     def _note_structure(self, step: StepComparison) -> None:
         self.records += len(step.pairs)
-        for note in structure_notes(step):
-            if note.count:
-                self.counts[note.kind] += note.count
-                self.notes.setdefault(note.kind, note.text)
-        for note in (*notes_on_samples(step), *(note_on_parameters(step) if self.rtol is None else ())):
-            self.notes.setdefault(note.kind, note.text)
+        for kind, count, text in notes_on_structure(step):
+            self.counts[kind] += count
+            self.notes.setdefault(kind, text)
+        if self.rtol is None and step.step and not (step.pairs.phase == Phase.PARAMETER).any():
+            self.notes.setdefault("parameters", _WITHOUT_PARAMETERS)
 
     def _count_differences(self, step: StepComparison) -> None:
         for number in np.flatnonzero(step.distances.error > step.tolerance).tolist():

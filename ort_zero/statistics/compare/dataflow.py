@@ -87,6 +87,15 @@ class Dataflow:
     owners: Links
     """Parameters and their gradients, in each frame that uses the parameter."""
 
+    def inner(self) -> np.ndarray:
+        """Return the pairs of the forward phase that a frame computed."""
+        return self.forward[self.frame[self.forward] >= 0]
+
+    def with_gradient(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pairs of the forward phase that have a gradient, and the pairs of their gradients."""
+        gradients = self.pairs.gradient[self.forward]
+        return self.forward[gradients >= 0], gradients[gradients >= 0]
+
     def largest_readable(self, values: np.ndarray) -> np.ndarray:
         """Return for each frame the largest of `values`, a number for each pair, over all tensors that it can read."""
         return self.readable.largest_of_frames(self.frames, values[self.pairs.reference])

@@ -25,8 +25,8 @@ def inherited_errors(dataflow: Dataflow, errors: np.ndarray, usable: np.ndarray,
         for frame in value.readers:
             in_frames[frame] = max(in_frames[frame], usable_errors[value.reference])
     gradients = _gradient_errors(dataflow, errors, usable)
-    values = dataflow.forward[dataflow.pairs.gradient[dataflow.forward] >= 0]
-    result[dataflow.pairs.gradient[values]] = _inherited_by_gradients(dataflow, gradients.tolist(), in_frames)[values]
+    values, of_values = dataflow.with_gradient()
+    result[of_values] = _inherited_by_gradients(dataflow, gradients.tolist(), in_frames)[values]
     owners = dataflow.owners_of_gradients()
     behind = np.maximum(dataflow.largest_gradient(gradients), in_frames)
     np.maximum.at(result, owners.pair, behind[owners.frame])

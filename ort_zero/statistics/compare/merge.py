@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.compare.compatibility import notes_on
 from ort_zero.statistics.compare.distance import sketch_errors
 from ort_zero.statistics.compare.layout import Key, Layout, layout_of
+from ort_zero.statistics.compare.notes import notes_on_runs
 from ort_zero.statistics.naming import module_name, number_list, tensor_name
 from ort_zero.statistics.reader import open_run
 from ort_zero.statistics.records import Phase
@@ -86,7 +86,7 @@ def merge_activation_summary(
         raise StatisticsError(f"cannot write {output}: {error.strerror or error}") from error
     return MergeReport(
         output_dir=str(output), steps=steps, ranks=ranks, records=len(states), only_pt=states.count("only pt"),
-        only_ort=states.count("only ort"), notes=[*a.notes, *b.notes, *notes_on(a, b, steps)],
+        only_ort=states.count("only ort"), notes=[*a.notes, *b.notes, *notes_on_runs(a, b, steps)],
     )  # fmt: skip
 
 

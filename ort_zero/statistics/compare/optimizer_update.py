@@ -8,9 +8,9 @@ from ort_zero.statistics.compare.compared_records import record_of
 from ort_zero.statistics.compare.comparison import FirstDivergence
 from ort_zero.statistics.compare.distance import SAME
 from ort_zero.statistics.compare.error_growth import PreviousStep, parameters_of
+from ort_zero.statistics.compare.first_divergence import full_name
 from ort_zero.statistics.compare.step_comparison import StepComparison
 from ort_zero.statistics.compare.tolerance import epsilons
-from ort_zero.statistics.compare.wording import full_name
 
 MIN_SHARE = 0.5
 """Share of the parameters; the runs differ in the optimizer if a larger share changed differently."""
