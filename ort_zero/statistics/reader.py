@@ -88,7 +88,9 @@ class Run:
         self.parameters = {name: tuple(shape) for name, shape in (self.manifest.get("parameters") or {}).items()}
         self.notes: list[str] = []
         self._steps = {rank: self._locate(rank) for rank in self.ranks}
-        self._note_models(manifests)
+        for rank, manifest in sorted(manifests.items()):
+            if manifest.get("model_digest") != self.manifest.get("model_digest"):
+                self.notes.append(f"{self._file(rank).parent}: rank {rank} has another model than rank 0")
         common = set.intersection(*(set(self.steps_of(rank)) for rank in self.ranks))
         self.info = RunInfo(
             path=str(path),
@@ -100,11 +102,6 @@ class Run:
             model=str(self.manifest.get("model", "")),
             steps=tuple(sorted(common)),
         )
-
-    def _note_models(self, manifests: dict[int, dict[str, Any]]) -> None:
-        for rank in self.ranks:
-            if manifests[rank].get("model_digest") != self.manifest.get("model_digest"):
-                self.notes.append(f"{self._file(rank).parent}: rank {rank} has another model than rank 0")
 
     def _file(self, rank: int) -> Path:
         return self._folders[rank] / FILE
@@ -211,7 +208,12 @@ def _no_run_message(folder: Path) -> str:
         return f"{folder} is a file; a run's statistics are a folder with one folder per rank"
     orders = sorted(folder.glob("step_*/order.txt"))
     if orders:
-        return _upstream_text(folder, orders)
+        names = orders[0].read_text(encoding="utf-8", errors="replace").split()
+        return (
+            f"{folder} holds the text format of onnxruntime.training.utils.hooks ({len(orders)} steps, {len(names)} "
+            f"tensors in {orders[0].parent.name}), which has no ranks, a wrong std and nothing to compare by: collect "
+            "the run again with ort_zero's StatisticsSubscriber"
+        )
     names = sorted(name for name in os.listdir(folder) if name not in (CLAIM, LOCK))
     if not names:
         return f"{folder} is empty: no rank has begun to collect"
@@ -220,12 +222,3 @@ def _no_run_message(folder: Path) -> str:
             return f"{folder} holds no statistics itself; did you mean {folder / name}?"
     entries = shortened(names, 5)
     return f"{folder} holds no statistics of ort_zero (no {rank_name(0)}/{MANIFEST}); it contains: {entries}"
-
-
-def _upstream_text(folder: Path, orders: list[Path]) -> str:
-    names = orders[0].read_text(encoding="utf-8", errors="replace").split()
-    return (
-        f"{folder} holds the text format of onnxruntime.training.utils.hooks ({len(orders)} steps, {len(names)} "
-        f"tensors in {orders[0].parent.name}), which has no ranks, a wrong std and nothing to compare by: collect the "
-        "run again with ort_zero's StatisticsSubscriber"
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,43 +14,6 @@ from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.naming import tensor_name
 from ort_zero.statistics.records import Phase
 from ort_zero.statistics.rows import COLUMNS
-
-
-class RecordView(Mapping):
-    """The shape, dtype and statistics of one record, read from its table on demand."""
-
-    __slots__ = ("_table", "_key", "_row")
-    NAMES = ("shape", "dtype", *COLUMNS, "first")
-
-    def __init__(self, table: Table, key: int, row: int):
-        """Refer to a record.
-
-        Args:
-            table: the table of the record's step.
-            key: row of the record.
-            row: row with the statistics of the record.
-        """
-        self._table, self._key, self._row = table, key, row
-
-    def __getitem__(self, name: str) -> Any:
-        if name == "shape":
-            return list(self._table.shape[self._key])
-        if name == "dtype":
-            return self._table.dtype[self._key]
-        if name == "first":
-            return self._table.first[self._row, : int(self._table.elements[self._row])].tolist()
-        if name in COLUMNS:
-            return getattr(self._table, name)[self._row].item()
-        raise KeyError(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.NAMES)
-
-    def __len__(self) -> int:
-        return len(self.NAMES)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
 
 
 def record_of(step: StepComparison, index: int) -> ComparedRecord:
@@ -70,9 +33,16 @@ def record_of(step: StepComparison, index: int) -> ComparedRecord:
         error=float("nan") if error >= NO_NUMBER else error,
         tolerance=tolerance,
         inherited=float(step.inherited[index]),
-        a=RecordView(step.a, row, int(pairs.measured_a[index])),
-        b=RecordView(step.b, int(pairs.row_b[index]), int(pairs.measured_b[index])),
+        a=_side(step.a, row, int(pairs.measured_a[index])),
+        b=_side(step.b, int(pairs.row_b[index]), int(pairs.measured_b[index])),
     )
+
+
+def _side(table: Table, key: int, row: int) -> dict[str, Any]:
+    """Return shape, dtype, statistics and first values of a record, whose statistics are in the row `row`."""
+    numbers = {name: getattr(table, name)[row].item() for name in COLUMNS}
+    first = table.first[row, : numbers["elements"]].tolist()
+    return {"shape": list(table.shape[key]), "dtype": table.dtype[key], **numbers, "first": first}
 
 
 class StepRecords(Sequence):
