@@ -14,7 +14,6 @@ from ort_zero.compat.deepspeed_parameters import full_shape
 from ort_zero.errors import StatisticsError
 from ort_zero.log import get_logger
 from ort_zero.statistics.collect import tensor_statistics
-from ort_zero.statistics.collect.collected_step import CollectedStep
 from ort_zero.statistics.collect.folder_claim import taken
 from ort_zero.statistics.collect.manifest import manifest_of, owned_parameters, rank_and_size
 from ort_zero.statistics.collect.module_calls import TensorSlot
@@ -22,12 +21,57 @@ from ort_zero.statistics.collect.sampling import sampled
 from ort_zero.statistics.collect.subscribed_model import subscribed_model_of
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.statistics.collect.writer import StatisticsWriter
+from ort_zero.statistics.file_format import DESCRIPTION
 from ort_zero.statistics.records import FILE, Phase
 from ort_zero.statistics.rows import WIDTH
 from ort_zero.statistics.run_folder import rank_name
 
 _MAX_PENDING = 8
 """Maximum number of steps in memory that wait for their backward."""
+
+
+class CollectedStep:
+    """The statistics of one step of one rank, collected row by row."""
+
+    def __init__(self, number: int, rows: int = 128):
+        self.number = number
+        self.columns: list[tuple] = []
+        """The columns of each row except the statistics, in the order of ``DESCRIPTION``."""
+        self.raw = np.zeros((rows, WIDTH))
+        self.used = 0
+        self.sources: list[tuple[int, int]] = []
+        """Pairs (row that refers to an earlier row, order of the earlier row)."""
+        self.by_order: dict[int, int] = {}
+        self.with_gradient: set[tuple[int, int]] = set()
+        self.awaits_gradients = False
+
+    def add(self, *described: Any) -> np.ndarray:
+        """Add a row, and return its place for the statistics, filled with zeros.
+
+        Args:
+            described: the columns in ``DESCRIPTION``, the dtype as torch's object.
+        """
+        self.columns.append(described)
+        if self.used == len(self.raw):
+            self.raw = np.concatenate([self.raw, np.zeros_like(self.raw)])
+        self.used += 1
+        return self.raw[self.used - 1]
+
+    def finished(self) -> tuple[dict[str, list], np.ndarray]:
+        """Return the columns that describe the rows, and the statistics, as the arguments of ``encode_step``.
+
+        A row that refers to an earlier row gets the shape and dtype of the earlier row.
+        """
+        described: dict[str, list] = {name: [] for name in DESCRIPTION}
+        described.update(zip(DESCRIPTION, map(list, zip(*self.columns, strict=True))))
+        shapes, dtypes = described["shape"], described["dtype"]
+        for row, order in self.sources:
+            first = self.by_order.get(order)
+            if first is not None:
+                shapes[row], dtypes[row] = shapes[first], dtypes[first]
+        names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(dtypes)}
+        described["dtype"] = [names[dtype] for dtype in dtypes]
+        return described, self.raw[: self.used]
 
 
 class StatisticsSubscriber(SubscriberBase):

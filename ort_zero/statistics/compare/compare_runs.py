@@ -2,7 +2,7 @@
 
 Runs are streamed: one step of each rank is in memory at a time, and a dozen steps without sketches for the report.
 :mod:`.side_by_side` reads a step, and :mod:`.rank_comparison` compares it. The resulting
-:class:`~.step_comparison.StepComparison` goes to :mod:`.first_divergence`. From then on its tolerances tell the records
+:class:`~.rank_comparison.StepComparison` goes to :mod:`.first_divergence`. From then on its tolerances tell the records
 that differ: in the counts, the text, the JSON and the report.
 """
 
@@ -20,9 +20,8 @@ from ort_zero.statistics.compare.distance import KIND_NAMES
 from ort_zero.statistics.compare.first_divergence import find_divergence, no_divergence
 from ort_zero.statistics.compare.notes import common_steps, notes_on_reference, notes_on_runs, notes_on_structure
 from ort_zero.statistics.compare.optimizer_update import find_update_divergence
-from ort_zero.statistics.compare.rank_comparison import RankComparison
+from ort_zero.statistics.compare.rank_comparison import RankComparison, StepComparison
 from ort_zero.statistics.compare.side_by_side import side_by_side
-from ort_zero.statistics.compare.step_comparison import StepComparison
 from ort_zero.statistics.reader import Run, open_run
 from ort_zero.statistics.records import Phase
 

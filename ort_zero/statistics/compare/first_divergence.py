@@ -12,7 +12,7 @@ from ort_zero.statistics.compare.compared_records import record_of
 from ort_zero.statistics.compare.comparison import ComparedRecord, FirstDivergence
 from ort_zero.statistics.compare.layout import INPUT, OUTPUT, CallTree
 from ort_zero.statistics.compare.local_errors import pairs_with_local_error
-from ort_zero.statistics.compare.step_comparison import StepComparison
+from ort_zero.statistics.compare.rank_comparison import StepComparison
 from ort_zero.statistics.naming import span
 from ort_zero.statistics.records import Phase
 

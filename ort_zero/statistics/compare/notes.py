@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.compare.step_comparison import StepComparison
+from ort_zero.statistics.compare.rank_comparison import StepComparison
 from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.naming import number_list, tensor_name
 from ort_zero.statistics.reader import Run

@@ -9,7 +9,7 @@ from ort_zero.statistics.compare.comparison import FirstDivergence
 from ort_zero.statistics.compare.distance import SAME
 from ort_zero.statistics.compare.error_growth import PreviousStep, parameters_of
 from ort_zero.statistics.compare.first_divergence import full_name
-from ort_zero.statistics.compare.step_comparison import StepComparison
+from ort_zero.statistics.compare.rank_comparison import StepComparison
 from ort_zero.statistics.compare.tolerance import epsilons
 
 MIN_SHARE = 0.5
