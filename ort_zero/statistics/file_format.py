@@ -149,7 +149,7 @@ def _batch(described: Mapping[str, Sequence], raw: np.ndarray) -> pa.RecordBatch
 
 
 def checksum_fits(data: bytes) -> bool:
-    """Return True if the bytes of a step are those that :func:`encode_step` returned."""
+    """Return True if no byte of an encoded step was changed."""
     stamp = STAMP_PATTERN.search(data)
     if not stamp:
         return False

@@ -157,7 +157,7 @@ class _Step:
         self.amplification[pairs.phase == Phase.PARAMETER_GRADIENT] = PARAMETER_GRADIENT
 
     def jumps(self) -> np.ndarray:
-        """Return True for gradients that may jump when an input changes slightly, as those of ReLU at 0."""
+        """Return True for gradients that may jump when an input changes slightly: of ReLU at 0, of a maximum."""
         pairs, a, b = self.pairs, self.a, self.tables.b
         values, gradients = self.dataflow.with_gradient()
         zeros = np.minimum(a.zero[pairs.measured_a], b.zero[pairs.measured_b])

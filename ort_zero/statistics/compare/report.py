@@ -101,7 +101,7 @@ def _text(value: Any) -> str:
 
 
 def packed_records(comparison: Comparison) -> tuple[str, list[str]]:
-    """Return the compressed records, those of the first divergence's step and rank first, and a note on the others."""
+    """Return compressed records, beginning with the step and rank of the first divergence, and a note on the rest."""
     first = comparison.verdict.difference
     groups: list[dict[str, Any]] = []
     size = left_out = 0
