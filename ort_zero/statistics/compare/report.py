@@ -97,7 +97,7 @@ def _facts(a: RunInfo, b: RunInfo) -> list[tuple[str, Any, Any]]:
 
 
 def _text(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else _plain(value)
 
 
 def packed_records(comparison: Comparison) -> tuple[str, list[str]]:
