@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ort_zero.statistics.collect.writer import StatisticsWriter
-from ort_zero.statistics.file_format import StepRows
+from ort_zero.statistics.file_format import DESCRIPTION
 from ort_zero.statistics.records import FIRST, SKETCH, Phase
 from ort_zero.statistics.rows import COLUMNS, WIDTH
 
@@ -44,7 +44,7 @@ print(json.dumps(dict(
 class Structure:
     """Rows of a step, and which of them have statistics."""
 
-    rows: StepRows = field(default_factory=StepRows)
+    rows: dict[str, list] = field(default_factory=lambda: {name: [] for name in DESCRIPTION})
     orders: int = 0
     calls: int = 0
 
@@ -65,7 +65,7 @@ class Structure:
             partitioned=False,
         )
         for name, value in values.items():
-            getattr(self.rows, name).append(value)
+            self.rows[name].append(value)
 
     def value(self, call: int, caller: int, module: str, kind: str, source: int = -1) -> int:
         """Add a row of the forward phase; return the order of the row with its statistics."""
@@ -82,7 +82,7 @@ class Structure:
         return self.value(call, caller, name, "output", value if children else -1)
 
 
-def structure(records: int) -> StepRows:
+def structure(records: int) -> dict[str, list]:
     """Return the rows of a step, about `records` of them."""
     made = Structure()
     blocks, leaves = max(1, round(records / 26)), 5
@@ -95,27 +95,35 @@ def structure(records: int) -> StepRows:
         value = made.module(root, f"h.{block}", value, leaves)
     made.value(root, -1, "", "output", value)
     rows = made.rows
-    own = [i for i, phase in enumerate(rows.phase) if phase == Phase.FORWARD and rows.source[i] < 0]
+    own = [i for i, phase in enumerate(rows["phase"]) if phase == Phase.FORWARD and rows["source"][i] < 0]
     for i in reversed(own):
-        made.add(Phase.BACKWARD, rows.order[i], rows.call[i], rows.caller[i], rows.module[i], rows.kind[i], "", -1)
+        made.add(
+            Phase.BACKWARD,
+            rows["order"][i],
+            rows["call"][i],
+            rows["caller"][i],
+            rows["module"][i],
+            rows["kind"][i],
+            "",
+            -1,
+        )
     for order, name in enumerate(names):
         made.add(Phase.PARAMETER_GRADIENT, order, -1, -1, name, "parameter", "weight", -1)
     return rows
 
 
-def write(folder: Path, rows: StepRows, ranks: int, steps: int, seed: int, wrong_from: int) -> None:
+def write(folder: Path, rows: dict[str, list], ranks: int, steps: int, seed: int, wrong_from: int) -> None:
     """Write a run whose numbers are random, the same in all runs but for rounding."""
     for rank in range(ranks):
         manifest = dict(run_id=folder.name, backend="torch", zero_stage=0, dtype="float32", model="M",
                         model_digest="d", parameters={})  # fmt: skip
         with StatisticsWriter(folder, rank, ranks, manifest=manifest) as writer:
             for step in range(steps):
-                raw = numbers(len(rows.module), np.random.default_rng((rank, step)))
+                raw = numbers(len(rows["module"]), np.random.default_rng((rank, step)))
                 noise = np.random.default_rng((seed, rank, step)).normal(size=(len(raw), SKETCH))
                 size = np.where(step >= wrong_from, 1e-2, 1e-7)
                 raw[:, -SKETCH:] += size * noise * np.abs(raw[:, -SKETCH:])
-                rows.raw = raw
-                writer.append(step, rows)
+                writer.append(step, rows, raw)
 
 
 def numbers(count: int, rng: np.random.Generator) -> np.ndarray:
@@ -150,8 +158,8 @@ def main() -> int:
         if done.returncode:
             print(done.stderr, file=sys.stderr)
             return 2
-    result = {**json.loads(done.stdout), "rows": len(rows.module), "ranks": args.ranks, "steps": args.steps}
-    print(f"{args.ranks} ranks x {args.steps} steps x {len(rows.module)} records: {result['verdict']}")
+    result = {**json.loads(done.stdout), "rows": len(rows["module"]), "ranks": args.ranks, "steps": args.steps}
+    print(f"{args.ranks} ranks x {args.steps} steps x {len(rows['module'])} records: {result['verdict']}")
     print(f"  {result['seconds']:.2f} s after {result['imports']:.2f} s of imports (goal {TIME_GOAL} s)")
     print(f"  {result['megabytes']:.0f} MB (goal {MEMORY_GOAL:.0f} MB)")
     if args.json:

@@ -8,7 +8,6 @@ _OTHERS = {
     "jinja2": _STATISTICS,
     "numba": _STATISTICS,
     "numpy": "pip install 'numpy>=1.26,<3'",
-    "plotly": _STATISTICS,
     "pyarrow": _STATISTICS,
     "transformers": "pip install 'ort-zero[examples]'",
 }

@@ -13,10 +13,9 @@ from ort_zero.cli import print_json
 from ort_zero.statistics import extra
 from ort_zero.statistics.naming import module_name, span
 from ort_zero.utils import tables
-from ort_zero.utils.sizes import size_in
 
 if TYPE_CHECKING:
-    from ort_zero.statistics.compare.comparison import Comparison, Difference
+    from ort_zero.statistics.compare.comparison import ComparedRecord, Comparison
     from ort_zero.statistics.compare.merge import MergeReport
     from ort_zero.statistics.records import RunInfo
 
@@ -60,8 +59,7 @@ def _add_merge(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
     parser = commands.add_parser("merge", help=text, description=text)
     parser.add_argument("--pt_dir", required=True, metavar="A", help="folder of the PyTorch run")
     parser.add_argument("--ort_dir", required=True, metavar="B", help="folder of the ONNX Runtime run")
-    parser.add_argument("--output_dir", required=True, metavar="C", help="folder to write into")
-    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier merge wrote into C")
+    parser.add_argument("--output_dir", required=True, metavar="C", help="new or empty folder to write into")
     parser.set_defaults(command="stats merge", work=_merge)
     return parser
 
@@ -87,9 +85,7 @@ def run(args: argparse.Namespace) -> int:
 def _merge(args: argparse.Namespace) -> int:
     from ort_zero.statistics.compare.merge import merge_activation_summary
 
-    report = merge_activation_summary(
-        args.pt_dir, args.ort_dir, args.output_dir, overwrite=args.overwrite, progress=not args.json
-    )
+    report = merge_activation_summary(args.pt_dir, args.ort_dir, args.output_dir)
     print_json(dataclasses.asdict(report)) if args.json else print(text_of_merge(report))
     return 0
 
@@ -112,12 +108,8 @@ def text_of_merge(report: MergeReport) -> str:
     """Return the report of a merge as the lines that the command prints."""
     only = [f"{n:,} only in {side}" for n, side in ((report.only_pt, "pt"), (report.only_ort, "ort")) if n]
     counted = f"{report.records:,} records" + (f" ({', '.join(only)})" if only else "")
-    lines = [f"note: {note}" for note in report.notes]
-    lines.append(
-        f"wrote {report.files} files ({size_in(report.bytes, 'MB')}) into {report.output_dir}: "
-        f"{len(report.steps)} steps of {len(report.ranks)} ranks, {counted}, in {report.seconds:.1f} s"
-    )
-    return "\n".join(lines)
+    written = f"wrote {report.output_dir}: {span(report.steps)} of {len(report.ranks)} ranks, {counted}"
+    return "\n".join([*(f"note: {note}" for note in report.notes), written])
 
 
 def as_json(comparison: Comparison, html: str | None = None) -> dict[str, Any]:
@@ -172,7 +164,7 @@ def describe(info: RunInfo) -> str:
     return f"{info.path} ({', '.join(fact for fact in facts if fact)})"
 
 
-def _table(differences: list[Difference]) -> list[str]:
+def _table(differences: list[ComparedRecord]) -> list[str]:
     rows: list[tuple[str, ...]] = [_HEAD]
     for one in differences:
         rows.append(
@@ -184,12 +176,7 @@ def _table(differences: list[Difference]) -> list[str]:
                 one.tensor,
                 one.kind,
                 *(f"{value:.2e}" for value in (one.error, one.tolerance, one.inherited)),
-                *(_norm(side) for side in (one.a, one.b)),
+                *(f"{side['l2']:.6g}" for side in (one.a, one.b)),
             )
         )
     return tables.aligned(rows, right={i for i, name in enumerate(_HEAD) if name not in _LEFT})
-
-
-def _norm(side: Any) -> str:
-    value = None if side is None else side.get("l2")
-    return "-" if value is None else f"{value:.6g}"

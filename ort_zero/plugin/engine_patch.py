@@ -81,9 +81,9 @@ def _note(engine: Any) -> None:
             "without ZeRO, save_checkpoint writes bf16 and fp16 runs in DeepSpeed's own format, at once; "
             'for a sharded checkpoint use "zero_optimization": {"stage": 1}'
         )
-    from ort_zero.statistics.collect.subscriber_manager import remember_zero_stage
+    from ort_zero.statistics.collect.subscriber_manager import remember
 
-    remember_zero_stage(engine.module, int(engine.zero_optimization_stage()))
+    remember(engine.module, zero_stage=int(engine.zero_optimization_stage()))
 
 
 def _subscribe(engine: Any, section: config.StatisticsConfig) -> None:

@@ -13,9 +13,9 @@ _collecting: Counter[str | None] = Counter()
 
 def note_onnxruntime(module: Any) -> None:
     """Note that ONNX Runtime runs units of a module whose own forward PyTorch calls."""
-    from ort_zero.statistics.collect.subscriber_manager import remember_backend
+    from ort_zero.statistics.collect.subscriber_manager import remember
 
-    remember_backend(module, "onnxruntime")
+    remember(module, backend="onnxruntime")
 
 
 def collect(model: Any, section: config.StatisticsConfig) -> Any:

@@ -8,8 +8,8 @@ to its last full step, and the checksum detects changed bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ import xxhash
 
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics import extra
-from ort_zero.statistics.records import FIRST, FORMAT, FORMAT_VERSION, SKETCH, Phase, Record
-from ort_zero.statistics.rows import COLUMNS, COUNTS, FIRST_COLUMNS, SKETCH_COLUMNS, WIDTH, row_of, statistics_of
+from ort_zero.statistics.records import FIRST, FORMAT, FORMAT_VERSION, SKETCH
+from ort_zero.statistics.rows import COLUMNS, COUNTS, FIRST_COLUMNS, SKETCH_COLUMNS, WIDTH
 
 with extra.required():
     import numpy as np
@@ -26,9 +26,8 @@ with extra.required():
 
 _INTEGERS = ("order", "call", "caller", "occurrence", "source")
 _TEXTS = ("module", "kind", "slot", "dtype")
-
-
-# --- the columns ---------------------------------------------------------------------------------------------------
+DESCRIPTION = ("phase", *_INTEGERS, *_TEXTS, "shape", "partitioned")
+"""Names of the columns that describe a row; the statistics follow."""
 
 
 def _schema() -> pa.Schema:
@@ -48,63 +47,48 @@ _STAMP = "step={:020d} xxh3={:016x}"
 STAMP_PATTERN = re.compile(rb"step=(\d{20}) xxh3=([0-9a-f]{16})")
 
 
-@dataclass(slots=True)
-class StepRows:
-    """The rows that a rank collected in one step: the columns of :class:`~.records.Record` as lists of one length.
-
-    Rows of `raw` whose ``source`` is not -1 are ignored.
-    """
-
-    phase: list[int] = field(default_factory=list)
-    order: list[int] = field(default_factory=list)
-    call: list[int] = field(default_factory=list)
-    caller: list[int] = field(default_factory=list)
-    occurrence: list[int] = field(default_factory=list)
-    source: list[int] = field(default_factory=list)
-    module: list[str] = field(default_factory=list)
-    kind: list[str] = field(default_factory=list)
-    slot: list[str] = field(default_factory=list)
-    dtype: list[str] = field(default_factory=list)
-    shape: list[tuple[int, ...]] = field(default_factory=list)
-    partitioned: list[bool] = field(default_factory=list)
-    raw: np.ndarray = field(default_factory=lambda: np.zeros((0, WIDTH)))
-    """float64 [rows, :data:`~.rows.WIDTH`], see :mod:`.rows`."""
-
-    @classmethod
-    def of(cls, records: Sequence[Record]) -> StepRows:
-        """Return the rows of records of one step."""
-        names = ("order", "call", "caller", "occurrence", "source", *_TEXTS, "shape", "partitioned")
-        columns: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in names}
-        rows = cls(**columns)
-        rows.phase = [int(record.phase) for record in records]
-        rows.raw = np.zeros((len(records), WIDTH))
-        for line, record in zip(rows.raw, records):
-            if record.statistics is not None:
-                line[:] = row_of(record.statistics)
-        return rows
-
-
 @dataclass(slots=True, eq=False)
 class Table:
-    """One step of one rank: the columns of :class:`~.records.Record`, all of one length, in the file's order.
+    """One step of one rank: columns of one length, in the file's order. The arrays are read-only; tables share lists.
 
-    Rows whose ``source`` is not -1 have no valid statistics. The arrays are read-only; tables may share lists.
+    The calls of a step are a tree. All inputs and outputs of a call have its number. Rows of outputs follow the rows of
+    all calls inside.
+
+    A tensor is measured once in a step. An output may be the next module's input, or a block may return the output of
+    its last child. The second row of the tensor then has a ``source``, and no valid statistics. The gradient of the
+    tensor belongs to the first row.
     """
 
     step: int
     phase: np.ndarray
+    """See :class:`~.records.Phase`."""
     order: np.ndarray
+    """Numbers the rows of a phase as the module code reaches the tensors: 0, 1, 2, ... in the phase FORWARD. A gradient
+    in the phase BACKWARD has the order of its tensor's forward row, so the gradient that is computed first has the
+    highest. Parameters and their gradients have the order of ``named_parameters()``."""
     call: np.ndarray
+    """Number of the module's call, counted from 0 within the step when the call begins; -1 in rows of parameters."""
     caller: np.ndarray
+    """Number of the enclosing call, -1 for the root."""
     occurrence: np.ndarray
+    """Number of the call, counted from 1 among the calls of the same module in the step; 1 for parameters."""
     source: np.ndarray
+    """Order of the row that has the statistics of the same tensor; -1 if this row has them."""
     module: list[str]
+    """Path of the module from the root without wrappers' prefixes; empty for the root itself. For a parameter, the path
+    of the module that has the parameter."""
     kind: list[str]
+    """``"input"``, ``"output"``, ``"inspect"`` or ``"parameter"``."""
     slot: list[str]
+    """Position of the tensor among the tensors of its kind: ``""`` for a single tensor, ``"[0]"``, ``".logits"``,
+    ``".past[1][0]"``, ``".input_ids"``; the name passed to ``inspect_activation``; the parameter's name."""
     dtype: list[str]
+    """Name of the dtype: ``"float32"``, ``"bfloat16"``, ``"int64"``, ..."""
     shape: list[tuple[int, ...]]
     partitioned: np.ndarray
+    """True if the row covers only this rank's shard (ZeRO-3): sketches, sums and counts of all ranks add up."""
     elements: np.ndarray
+    """This column and the following ones: see :mod:`.rows`."""
     min: np.ndarray
     max: np.ndarray
     mean: np.ndarray
@@ -117,32 +101,10 @@ class Table:
     nan: np.ndarray
     inf: np.ndarray
     first: np.ndarray
-    """float64 [rows, :data:`~.records.FIRST`]; tensors with fewer elements have NaN at the end."""
     sketch: np.ndarray
-    """float64 [rows, :data:`~.records.SKETCH`]."""
 
     def __len__(self) -> int:
         return len(self.module)
-
-    def record(self, i: int) -> Record:
-        """Return the row with number `i` as a record with its statistics."""
-        source = int(self.source[i])
-        return Record(
-            step=self.step,
-            phase=Phase(int(self.phase[i])),
-            order=int(self.order[i]),
-            call=int(self.call[i]),
-            caller=int(self.caller[i]),
-            module=self.module[i],
-            occurrence=int(self.occurrence[i]),
-            kind=self.kind[i],
-            slot=self.slot[i],
-            source=source,
-            shape=self.shape[i],
-            dtype=self.dtype[i],
-            partitioned=bool(self.partitioned[i]),
-            statistics=None if source >= 0 else statistics_of(self.raw(np.array([i]))[0]),
-        )
 
     def raw(self, at: np.ndarray) -> np.ndarray:
         """Return the statistics of the rows with the numbers `at`, float64 [len(at), :data:`~.rows.WIDTH`]."""
@@ -153,11 +115,17 @@ class Table:
         return raw
 
 
-def encode_step(step: int, rows: StepRows) -> bytes:
-    """Return one step as an encapsulated Arrow message with the step's checksum in the custom metadata."""
+def encode_step(step: int, described: Mapping[str, Sequence], raw: np.ndarray) -> bytes:
+    """Return one step as an encapsulated Arrow message with the step's checksum in the custom metadata.
+
+    Args:
+        step: number of the step.
+        described: the columns in :data:`DESCRIPTION`, see :class:`Table`.
+        raw: float64 [rows, :data:`~.rows.WIDTH`]; the numbers of rows with a ``source`` are ignored.
+    """
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, SCHEMA, options=_OPTIONS) as writer:
-        writer.write_batch(_batch(rows), custom_metadata={"ort_zero": _STAMP.format(step, 0)})
+        writer.write_batch(_batch(described, raw), custom_metadata={"ort_zero": _STAMP.format(step, 0)})
     message = bytearray(memoryview(sink.getvalue())[len(HEADER) : -len(END)])
     stamp = STAMP_PATTERN.search(message)
     assert stamp is not None
@@ -165,17 +133,13 @@ def encode_step(step: int, rows: StepRows) -> bytes:
     return bytes(message)
 
 
-def _batch(rows: StepRows) -> pa.RecordBatch:
-    count = len(rows.module)
-    if rows.raw.shape != (count, WIDTH):
-        raise ValueError(f"{count} rows need raw statistics of shape {(count, WIDTH)}, not {rows.raw.shape}")
-    source = np.asarray(rows.source, np.int32)
+def _batch(described: Mapping[str, Sequence], raw: np.ndarray) -> pa.RecordBatch:
+    count = len(described["module"])
+    if raw.shape != (count, WIDTH):
+        raise ValueError(f"{count} rows need raw statistics of shape {(count, WIDTH)}, not {raw.shape}")
     # compressed zeros take almost no bytes, and numpy warns when it converts NaN to an integer
-    raw = np.where(source[:, None] >= 0, 0.0, rows.raw)
-    columns = [pa.array(np.asarray(rows.phase, np.uint8))]
-    columns += [pa.array(np.asarray(getattr(rows, name), np.int32)) for name in _INTEGERS]
-    columns += [pa.array(getattr(rows, name), pa.string()) for name in _TEXTS]
-    columns += [pa.array(rows.shape, pa.list_(pa.int64())), pa.array(np.asarray(rows.partitioned, bool))]
+    raw = np.where(np.asarray(described["source"], np.int32)[:, None] >= 0, 0.0, raw)
+    columns = [pa.array(described[name], SCHEMA.field(name).type) for name in DESCRIPTION]
     for number, name in enumerate(COLUMNS):
         columns.append(pa.array(raw[:, number].astype(np.int64 if name in COUNTS else np.float64)))
     for part, size in ((FIRST_COLUMNS, FIRST), (SKETCH_COLUMNS, SKETCH)):
@@ -185,6 +149,7 @@ def _batch(rows: StepRows) -> pa.RecordBatch:
 
 
 def checksum_fits(data: bytes) -> bool:
+    """Return True if no byte of an encoded step was changed."""
     stamp = STAMP_PATTERN.search(data)
     if not stamp:
         return False
@@ -194,7 +159,19 @@ def checksum_fits(data: bytes) -> bool:
     return hasher.intdigest() == int(stamp[2], 16)
 
 
-def decode_step(data: bytes, step: int, path: Path, cache: ColumnCache) -> Table:
+def decode_step(data: bytes, step: int, path: Path, last: dict[str, tuple[pa.Array, list]]) -> Table:
+    """Return the table of a step.
+
+    Args:
+        data: bytes of the step.
+        step: number of the step.
+        path: path of the file, for errors.
+        last: columns of the previous step and their lists, which are reused if a column has not changed: lists are slow
+            to build. The function updates them.
+
+    Raises:
+        StatisticsError: the bytes were changed.
+    """
     if not checksum_fits(data):
         raise StatisticsError(f"{path} is damaged: the bytes of step {step} were changed")
     batch = pa.ipc.read_record_batch(pa.ipc.read_message(data), SCHEMA)
@@ -202,28 +179,12 @@ def decode_step(data: bytes, step: int, path: Path, cache: ColumnCache) -> Table
     for name in SCHEMA.names:
         column = batch.column(name)
         if name in _TEXTS or name == "shape":
-            columns[name] = cache.list_of(name, column)
+            if name not in last or not last[name][0].equals(column):
+                values = column.to_pylist()
+                last[name] = (column, [tuple(value) for value in values] if name == "shape" else values)
+            columns[name] = last[name][1]
         elif name in ("first", "sketch"):
             columns[name] = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
         else:
             columns[name] = column.to_numpy(zero_copy_only=name != "partitioned")
     return Table(step=step, **columns)
-
-
-class ColumnCache:
-    """The Python lists of the previous step, reused for columns that did not change: lists are slow to build."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, tuple[pa.Array, list]] = {}
-
-    def list_of(self, name: str, column: pa.Array) -> list:
-        """Return the column's values as Python objects."""
-        last = self._last.get(name)
-        if last is None or not last[0].equals(column):
-            last = self._last[name] = (column, self._converted(column))
-        return last[1]
-
-    def _converted(self, column: pa.Array) -> list:
-        if not pa.types.is_list(column.type):
-            return column.to_pylist()
-        return [tuple(shape) for shape in column.to_pylist()]

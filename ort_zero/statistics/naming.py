@@ -13,12 +13,7 @@ def tensor_name(kind: str, slot: str) -> str:
 def module_name(module: str, occurrence: int = 1) -> str:
     """Return a module's name for a table: ``"(root)"`` for the root; ``"#2"`` is appended for its second call."""
     name = module or "(root)"
-    return call_name(name, occurrence) if occurrence > 1 else name
-
-
-def call_name(module: str, occurrence: int) -> str:
-    """Return the name of one call of a module: ``"h.0#1"``."""
-    return f"{module}#{occurrence}"
+    return f"{name}#{occurrence}" if occurrence > 1 else name
 
 
 def span(steps: Sequence[int]) -> str:

@@ -9,14 +9,63 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.file_format import ColumnCache, Table, decode_step
+from ort_zero.statistics import extra
+from ort_zero.statistics.file_format import END, HEADER, SCHEMA, STAMP_PATTERN, Table, checksum_fits, decode_step
 from ort_zero.statistics.records import FILE, FORMAT, FORMAT_VERSION, MANIFEST, RunInfo
 from ort_zero.statistics.run_folder import CLAIM, LOCK, rank_folders, rank_name, read_manifest, run_folder
-from ort_zero.statistics.step_index import StepLocation, locate_steps
 from ort_zero.utils.text import shortened
+
+with extra.required():
+    import pyarrow as pa
+
+
+class StepLocation(NamedTuple):
+    """The position of one step in a statistics file."""
+
+    number: int
+    """Number of the step."""
+    offset: int
+    """Offset of the step in the file, in bytes."""
+    length: int
+    """Size of the step, in bytes."""
+
+
+def locate_steps(file: pa.NativeFile, path: Path) -> tuple[list[StepLocation], bool, int]:
+    """Return the positions of the full steps, whether the file has an end mark, and the bytes after the last step."""
+    size = file.size()
+    try:
+        schema = pa.ipc.read_schema(file)
+    except (pa.ArrowException, OSError) as error:
+        file.seek(0)
+        if size < len(HEADER) and HEADER.startswith(file.read()):
+            return [], False, size
+        raise StatisticsError(f"{path} is damaged: it does not begin as an Arrow stream: {error}") from error
+    if not schema.equals(SCHEMA, check_metadata=True):
+        raise StatisticsError(f"{path} has a header that is not of ort_zero's statistics")
+    steps: list[StepLocation] = []
+    end = file.tell()
+    while end < size:
+        try:
+            message = pa.ipc.read_message(file)
+        except (EOFError, pa.ArrowException, OSError):
+            break  # the end mark, zeros that a crash of the machine has left, or an incomplete step
+        stamp = STAMP_PATTERN.search(memoryview(message.metadata))
+        if stamp is None or (steps and int(stamp[1]) <= steps[-1].number):
+            raise StatisticsError(f"{path} is damaged at byte {end}, after {len(steps)} steps")
+        steps.append(StepLocation(int(stamp[1]), end, file.tell() - end))
+        end = file.tell()
+    file.seek(end)
+    if file.read(len(END) + 1) == END:
+        return steps, True, 0
+    if end == size and steps:
+        file.seek(steps[-1].offset)
+        if not checksum_fits(file.read(steps[-1].length)):
+            # after a crash of the machine the last step may consist of zeros
+            return steps[:-1], False, steps[-1].length
+    return steps, False, size - end
 
 
 class Run:
@@ -39,7 +88,9 @@ class Run:
         self.parameters = {name: tuple(shape) for name, shape in (self.manifest.get("parameters") or {}).items()}
         self.notes: list[str] = []
         self._steps = {rank: self._locate(rank) for rank in self.ranks}
-        self._note_models(manifests)
+        for rank, manifest in sorted(manifests.items()):
+            if manifest.get("model_digest") != self.manifest.get("model_digest"):
+                self.notes.append(f"{self._file(rank).parent}: rank {rank} has another model than rank 0")
         common = set.intersection(*(set(self.steps_of(rank)) for rank in self.ranks))
         self.info = RunInfo(
             path=str(path),
@@ -52,25 +103,22 @@ class Run:
             steps=tuple(sorted(common)),
         )
 
-    def _note_models(self, manifests: dict[int, dict[str, Any]]) -> None:
-        for rank in self.ranks:
-            if manifests[rank].get("model_digest") != self.manifest.get("model_digest"):
-                self.notes.append(f"{self._file(rank).parent}: rank {rank} has another model than rank 0")
-
     def _file(self, rank: int) -> Path:
         return self._folders[rank] / FILE
 
     def _locate(self, rank: int) -> list[StepLocation]:
         path = self._file(rank)
         try:
-            with open(path, "rb") as file:
+            with pa.OSFile(str(path)) as file:
                 steps, ended, rest = locate_steps(file, path)
         except FileNotFoundError:
             raise StatisticsError(f"{path} is missing") from None
         except OSError as error:
             raise StatisticsError(f"cannot read {path}: {error.strerror or error}") from error
         if rest:
-            self.notes.append(f"{path} is cut inside a step: the {len(steps)} full steps before it are read")
+            self.notes.append(
+                f"{path} is cut inside a step or damaged there: the {len(steps)} full steps before it are read"
+            )
         elif not ended:
             self.notes.append(f"{path} has no end mark (an interrupted run, or one that goes on): {len(steps)} steps")
         elif not steps:
@@ -88,14 +136,14 @@ class Run:
             StatisticsError: bytes of the file were changed.
         """
         path = self._file(rank)
-        cache = ColumnCache()
+        last: dict[str, tuple[pa.Array, list]] = {}
         with open(path, "rb") as file:
             for step in self._steps[rank]:
                 file.seek(step.offset)
                 data = file.read(step.length)
                 if len(data) < step.length:
                     raise StatisticsError(f"{path} has become shorter while it was read")
-                yield decode_step(data, step.number, path, cache)
+                yield decode_step(data, step.number, path, last)
 
 
 def open_run(path: str | os.PathLike) -> Run:
@@ -160,7 +208,12 @@ def _no_run_message(folder: Path) -> str:
         return f"{folder} is a file; a run's statistics are a folder with one folder per rank"
     orders = sorted(folder.glob("step_*/order.txt"))
     if orders:
-        return _upstream_text(folder, orders)
+        names = orders[0].read_text(encoding="utf-8", errors="replace").split()
+        return (
+            f"{folder} holds the text format of onnxruntime.training.utils.hooks ({len(orders)} steps, {len(names)} "
+            f"tensors in {orders[0].parent.name}), which has no ranks, a wrong std and nothing to compare by: collect "
+            "the run again with ort_zero's StatisticsSubscriber"
+        )
     names = sorted(name for name in os.listdir(folder) if name not in (CLAIM, LOCK))
     if not names:
         return f"{folder} is empty: no rank has begun to collect"
@@ -169,12 +222,3 @@ def _no_run_message(folder: Path) -> str:
             return f"{folder} holds no statistics itself; did you mean {folder / name}?"
     entries = shortened(names, 5)
     return f"{folder} holds no statistics of ort_zero (no {rank_name(0)}/{MANIFEST}); it contains: {entries}"
-
-
-def _upstream_text(folder: Path, orders: list[Path]) -> str:
-    names = orders[0].read_text(encoding="utf-8", errors="replace").split()
-    return (
-        f"{folder} holds the text format of onnxruntime.training.utils.hooks ({len(orders)} steps, {len(names)} "
-        f"tensors in {orders[0].parent.name}), which has no ranks, a wrong std and nothing to compare by: collect the "
-        "run again with ort_zero's StatisticsSubscriber"
-    )

@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 
 import numpy as np
+from statistics_records import Record, Statistics, columns_of
 
 from ort_zero.statistics.collect.writer import StatisticsWriter
-from ort_zero.statistics.file_format import StepRows
-from ort_zero.statistics.records import FILE, FIRST, SKETCH, Phase, Record, Statistics
+from ort_zero.statistics.records import FILE, FIRST, SKETCH, Phase
 from ort_zero.statistics.run_folder import rank_name
 
 MANIFEST_OF = {
@@ -65,5 +65,5 @@ def begin(folder: Path, rank: int = 0, world: int = 1, run: str = "run-1", overr
 def write(folder: Path, steps=(0, 1, 2), rank: int = 0, world: int = 1, run: str = "run-1", **options) -> Path:
     with begin(folder, rank, world, run, **options) as writer:
         for step in steps:
-            writer.append(step, StepRows.of(records(step)))
+            writer.append(step, *columns_of(records(step)))
     return folder / rank_name(rank) / FILE

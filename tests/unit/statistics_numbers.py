@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from statistics_records import records_of
 from torch import nn
 
 from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber, inspect_activation
@@ -49,8 +50,7 @@ def train(folder, steps=3, *, model=None, wrap: Callable[[nn.Module], Any] = lam
 def records(folder, rank=0):
     found = {}
     for table in open_run(str(folder)).tables(rank):
-        for i in range(len(table)):
-            record = table.record(i)
+        for record in records_of(table):
             key = record.step, record.phase, record.module, record.occurrence, record.kind, record.slot
             assert key not in found
             found[key] = record

@@ -67,6 +67,7 @@ class Run:
     dtype: str = "float32"
     backend: str = "torch"
     world_size: int = 0
+    parameters: dict = field(default_factory=dict)
 
     @property
     def info(self) -> RunInfo:

@@ -272,7 +272,7 @@ def test_options_are_frozen():
         "diff": sorted([*common, "--atol", "--rtol", "--tag-a", "--tag-b", "--tp-split", "--trust-pickle", "--what"]),
         "stats": ["--help", "-h"],
         "stats compare": sorted([*common, "--html", "--reference", "--rtol"]),
-        "stats merge": sorted([*common, "--ort_dir", "--output_dir", "--overwrite", "--pt_dir"]),
+        "stats merge": sorted([*common, "--ort_dir", "--output_dir", "--pt_dir"]),
         "memory": ["--help", "-h"],
         "memory plan": sorted([*common, *plan]),
         "profile": sorted([*common, "--html", "--launcher", "--overwrite", "--script", "--steps", "--warmup"]),

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import json
+import re
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from statistics_models import MODELS, gpt2, rounded, text
+from statistics_models import MODELS, gpt2, not_a_number, rounded, text
 from statistics_tables import Run, measure, table_of, take, train
 from torch import nn
 
+from ort_zero.cli import main as cli
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics.collect.writer import StatisticsWriter
 from ort_zero.statistics.compare.align import _longest_increasing, pair
 from ort_zero.statistics.compare.compare_runs import compare, compare_runs
 from ort_zero.statistics.compare.comparison import KINDS
 from ort_zero.statistics.compare.layout import layout_of
-from ort_zero.statistics.file_format import StepRows
+from ort_zero.statistics.file_format import DESCRIPTION
 from ort_zero.statistics.records import Phase
 from ort_zero.statistics.rows import COLUMNS
 
@@ -173,7 +178,7 @@ def test_parts_of_a_parameter_add_up():
 
     comparison = compare_runs(*runs(1.0))
     assert comparison.verdict.same and comparison.series
-    whole, summed = comparison.series[0].a[0], comparison.series[0].b[0]
+    whole, summed = comparison.series[0][0].a, comparison.series[0][0].b
     for name in COLUMNS:
         assert summed[name] == pytest.approx(whole[name]), name
     assert compare_runs(*runs(1.1)).verdict.module == "layer"
@@ -271,22 +276,35 @@ def test_series_are_of_a_dozen_steps_around_the_verdict():
     a, b = _long(40, 22)
     comparison = compare_runs(a, b)
     assert comparison.verdict.difference.step == 22 and comparison.verdict.module == "layers.1.0"
-    steps = list(dict.fromkeys(series.step for series in comparison.series))
+    steps = list(dict.fromkeys(series[0].step for series in comparison.series))
     assert steps[:3] == [21, 22, 23] and {0, 39} <= set(steps) and len(steps) <= 12
-    for series in comparison.series:
-        lengths = {len(getattr(series, name)) for name in ("modules", "tensors", "errors", "tolerances", "kinds", "a")}
-        assert len(lengths) == 1 and lengths.pop() > 0
-        if series.step < 22:
-            assert not any(series.kinds)
-    at = next(s for s in comparison.series if s.step == 22 and s.phase == Phase.FORWARD)
-    first = next(place for place, kind in enumerate(at.kinds) if kind)
-    assert (at.modules[first], at.tensors[first]) == ("layers.1.0", "output")
-    assert at.errors[first] > at.tolerances[first]
+    assert not any(record.kind for series in comparison.series for record in series if record.step < 22)
+    assert_one_tolerance(comparison)
+
+
+def assert_one_tolerance(comparison) -> None:
+    """Assert that a record differs if, and only if, its error is above its tolerance, and that the first one does."""
+    for record in (record for series in comparison.series for record in series):
+        assert bool(record.kind) == (not record.error <= record.tolerance), record
+    if comparison.verdict.same:
+        return
+    drawn = next(s for s in comparison.series if (s[0].step, s[0].rank) == first_of(comparison)[:2])
+    marked = [record for record in drawn if record.kind]
+    first = comparison.verdict.difference
+    shown = next(r for r in comparison.differences if r.rank == first.rank)
+    assert first_of(comparison) == (marked[0].step, marked[0].rank, marked[0].phase, marked[0].order)
+    assert repr((first.error, first.tolerance)) == repr((marked[0].error, marked[0].tolerance))
+    assert repr((first.error, first.tolerance)) == repr((shown.error, shown.tolerance))
+
+
+def first_of(comparison) -> tuple:
+    first = comparison.verdict.difference
+    return first.step, first.rank, first.phase, first.order
 
 
 def test_all_steps_are_in_the_series_of_short_runs():
     comparison = compare_runs(*_long(12, 99))
-    assert comparison.verdict.same and {series.step for series in comparison.series} == set(range(12))
+    assert comparison.verdict.same and {series[0].step for series in comparison.series} == set(range(12))
 
 
 def test_differences_come_in_order_and_end_somewhere():
@@ -306,8 +324,8 @@ def test_differences_come_in_order_and_end_somewhere():
 
 def test_calls_of_one_module_are_numbered():
     comparison = compare_runs(layered(calls=(0, 1, 1)), layered(calls=(0, 1, 1)))
-    names = {name for series in comparison.series for name in series.modules}
-    assert {"layers.1.0#1", "layers.1.0#2", "layers.0.0"} <= names
+    names = {(record.module, record.occurrence) for series in comparison.series for record in series}
+    assert {("layers.1.0", 1), ("layers.1.0", 2), ("layers.0.0", 1)} <= names
 
 
 # --- what cannot be compared ---------------------------------------------------------------------------------------
@@ -353,7 +371,7 @@ def test_only_common_steps_and_ranks_are_compared():
     short = changed(b, steps={0: b.steps[0]}, world_size=2)
     comparison = compare_runs(a, short)
     assert comparison.notes[1] == "ranks that only run has are left out: 1"
-    assert {series.rank for series in comparison.series} == {0}
+    assert {series[0].rank for series in comparison.series} == {0}
 
 
 def test_rows_that_refer_to_nothing_are_refused():
@@ -387,14 +405,9 @@ def write(run: Run, folder: Path) -> str:
         with StatisticsWriter(folder, rank, len(run.ranks), manifest=manifest) as writer:
             for step in run.steps_of(rank):
                 table = run.steps[rank][step]
-                rows = StepRows()
-                for name in ("phase", "order", "call", "caller", "occurrence", "source", "partitioned"):
-                    setattr(rows, name, getattr(table, name).tolist())
-                for name in ("module", "kind", "slot", "dtype", "shape"):
-                    setattr(rows, name, getattr(table, name))
+                described = {name: getattr(table, name) for name in DESCRIPTION}
                 numbers = np.stack([getattr(table, name).astype(np.float64) for name in COLUMNS], axis=1)
-                rows.raw = np.concatenate([numbers, table.first, table.sketch], axis=1)
-                writer.append(step, rows)
+                writer.append(step, described, np.concatenate([numbers, table.first, table.sketch], axis=1))
     return str(folder)
 
 
@@ -407,6 +420,47 @@ def test_runs_are_compared_from_files(tmp_path):
     wrong = train(gpt2, text, steps=2, ranks=2, fault=lambda m: rounded(m.transformer.h[1].ln_2))
     comparison = compare(a, write(wrong, tmp_path / "c"), reference=b, progress=False)
     assert comparison.verdict.module == "transformer.h.1.ln_2" and comparison.verdict.difference.step == 0
+
+
+FAULTS = {
+    "rounding": dict(fault=lambda m: rounded(m.transformer.h[1].ln_2)),
+    "a norm": dict(fault=lambda m: setattr(m.transformer.h[1].ln_2, "eps", 1e-12)),
+    "an update": dict(optimizer=lambda p: torch.optim.AdamW(p, lr=1.1e-3)),
+    "no number": dict(fault=lambda m: not_a_number(m.transformer.h[1].ln_1)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_text_json_and_report_tell_one_tolerance(fault, tmp_path, capsys):
+    runs = [train(*MODELS["gpt2"], steps=3, **options) for options in ({}, dict(precise=True, **FAULTS[fault]))]
+    comparison = compare_runs(*runs)
+    assert_one_tolerance(comparison)
+    target = tmp_path / "report.html"
+    told = [*(write(run, tmp_path / name) for run, name in zip(runs, "ab")), "--html", str(target)]
+    assert cli.main(["stats", "compare", *told]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    row = dict(zip(*(re.split("  +", line.strip()) for line in lines[[*map(heads, lines)].index(True) :][:2])))
+    assert cli.main(["stats", "compare", *told, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    text = target.read_text()
+    packed = re.search(r'id="payload" type="application/octet-stream">([^<]+)<', text)[1]
+    group = json.loads(zlib.decompress(base64.b64decode(packed)))["groups"][0]
+    error, tolerance = group["rows"][group["first"]][4:6]
+    first = comparison.verdict.difference
+    for one in (
+        first.tolerance,
+        found["verdict"]["difference"]["tolerance"],
+        found["differences"][0]["tolerance"],
+        tolerance,
+    ):
+        assert f"{one:.2e}" == row["tolerance"], fault
+    assert f"{float(error):.2e}" == row["error"] and f"tolerance {row['tolerance']}," in text
+    if fault in ("rounding", "a norm"):
+        assert f"(tolerance {first.tolerance:.1e}, " in lines[0]
+
+
+def heads(line: str) -> bool:
+    return line.startswith("step  rank")
 
 
 def test_comparing_needs_neither_torch_nor_onnxruntime(tmp_path):

@@ -34,8 +34,7 @@ def test_a_fault_is_named(model, fault, module, precise):
     direction = "backward" if fault is wrong_gradient else "forward"
     assert (verdict.module, verdict.direction) == (module, direction), verdict.text
     assert verdict.difference.step == 0 and verdict.difference.rank == 0
-    apart = verdict.difference.error > verdict.difference.tolerance
-    assert apart or verdict.difference.kind == "nan" or "the norm differs" in verdict.text
+    assert verdict.difference.error > verdict.difference.tolerance or verdict.difference.kind == "nan"
     assert module in verdict.text and direction in verdict.text and "step 0, rank 0" in verdict.text
 
 
@@ -379,7 +378,7 @@ def test_the_gradient_of_a_loss_computed_elsewhere(scale):
     comparison = compare_runs(of_outside(scale, False), of_outside(scale, True))
     assert comparison.verdict.same, comparison.verdict.text
     if scale == 14.0:
-        errors = [error for series in comparison.series for error in series.errors if series.phase == Phase.BACKWARD]
+        errors = [r.error for series in comparison.series for r in series if r.phase == Phase.BACKWARD]
         assert max(errors) > 1e-4, "the loss is not small enough for this to show anything"
 
 

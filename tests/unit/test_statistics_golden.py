@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from statistics_golden import GOLDEN, STEPS, make
+from statistics_records import records_of
 
 from ort_zero.cli import main as cli
 from ort_zero.statistics.compare.compare_runs import compare
@@ -19,8 +20,7 @@ VERSIONS = range(1, FORMAT_VERSION + 1)
 def records(folder):
     found = {}
     for table in open_run(folder).tables(0):
-        for i in range(len(table)):
-            record = table.record(i)
+        for record in records_of(table):
             found[record.step, record.phase, record.module, record.kind, record.slot] = record
     return found
 

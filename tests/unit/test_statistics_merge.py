@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,14 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from statistics_files import begin, records, write
+from statistics_records import Record, Statistics, columns_of
 
 from ort_zero.cli import main as cli
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.compare import merged_records
-from ort_zero.statistics.compare.merge import merge_activation_summary
-from ort_zero.statistics.compare.merge_folder import SUMMARY
-from ort_zero.statistics.file_format import StepRows
-from ort_zero.statistics.records import SKETCH, Phase, Record, Statistics
+from ort_zero.statistics.compare.merge import SUMMARY, in_both_orders, merge_activation_summary
+from ort_zero.statistics.records import SKETCH, Phase
 
 
 def numbers(values: np.ndarray) -> Statistics:
@@ -96,7 +93,7 @@ def ort_rows() -> list[Record]:
 def collect(folder: Path, rows: list[Record], steps=(0, 1), **options) -> Path:
     with begin(folder, **options) as writer:
         for step in steps:
-            writer.append(step, StepRows.of(rows))
+            writer.append(step, *columns_of(rows))
     return folder
 
 
@@ -118,6 +115,7 @@ def test_every_record_of_both_runs_is_in_the_summary_in_execution_order(runs, tm
     report = merge_activation_summary(*runs, tmp_path / "out")
     rows = [line for line in summary(tmp_path / "out") if line["step"] == "0"]
     assert [(line["phase"], line["module"], line["occurrence"], line["tensor"], line["state"]) for line in rows] == [
+        ("parameter", "a", "1", "weight", "both"),
         ("forward", "", "1", "input", "both"),
         ("forward", "a", "1", "input", "both"),
         ("forward", "a", "1", "output", "both"),
@@ -127,17 +125,16 @@ def test_every_record_of_both_runs_is_in_the_summary_in_execution_order(runs, tm
         ("forward", "a", "1", "inspect.mine", "only ort"),
         ("backward", "", "1", "output.logits", "both"),
         ("backward", "a", "1", "output", "both"),
-        ("parameter", "a", "1", "weight", "both"),
     ]
     assert report.records == 20 and report.only_pt == report.only_ort == 2
-    assert report.steps == (0, 1) and report.ranks == (0,) and report.notes == [] and report.files == 3
-    changed = rows[2]
+    assert report.steps == (0, 1) and report.ranks == (0,) and report.notes == []
+    changed = rows[3]
     assert (changed["dtype_pt"], changed["dtype_ort"], changed["shape_pt"]) == ("float32", "float16", "(4, 5)")
     assert float(changed["max_pt"]) == 2 and float(changed["max_ort"]) == 2.5
-    assert math.isclose(float(changed["max_difference"]), 0.2) and math.isclose(float(changed["error"]), 0.2)
-    assert float(rows[3]["error"]) == 0 and changed["elements_pt"] == "20"
-    only_pt, only_ort = rows[4], rows[6]
-    assert only_pt["l2_ort"] == only_pt["l2_difference"] == only_pt["error"] == "" and float(only_pt["l2_pt"]) > 0
+    assert math.isclose(float(changed["error"]), 0.2) and changed["elements_pt"] == "20"
+    assert float(rows[4]["error"]) == 0 and rows[2]["l2_pt"] == rows[1]["l2_pt"], "the same tensor as above"
+    only_pt, only_ort = rows[5], rows[7]
+    assert only_pt["l2_ort"] == only_pt["error"] == "" and float(only_pt["l2_pt"]) > 0
     assert only_ort["l2_pt"] == "" and float(only_ort["l2_ort"]) > 0
 
 
@@ -146,46 +143,22 @@ def test_every_record_of_both_runs_is_in_the_summary_in_execution_order(runs, tm
     [("abc", "abc", "abc"), ("abc", "xaybzc", "xaybzc"), ("abc", "cxa", "abcx"), ("", "xy", "xy"), ("ab", "", "ab")],
 )
 def test_records_of_one_run_alone_come_after_what_comes_before_them_there(a, b, expected):
-    assert "".join(merged_records.in_both_orders(list(a), list(b))) == expected
+    assert "".join(in_both_orders(list(a), list(b))) == expected
 
 
 def test_the_text_is_aligned_and_shows_what_one_run_lacks(runs, tmp_path):
     merge_activation_summary(*runs, tmp_path / "out")
-    text = (tmp_path / "out" / "step_1" / "rank_0.txt").read_text()
-    assert text.startswith("step 1, rank 0\n")
-    assert str(runs[0]) in text and "(onnxruntime, Net, bfloat16, ZeRO-3)" in text
-    order = [text.index(title) for title in ("=== forward", "=== backward", "=== parameters")]
-    assert order == sorted(order)
-    lines = text.splitlines()
-    here = next(i for i, line in enumerate(lines) if line.startswith("a ") and " output " in line)
-    assert "(4, 5) float32 against (4, 5) float16" in lines[here] and lines[here].endswith("error 2.00e-01")
-    pt, ort, difference = lines[here + 1 : here + 4]
-    head = next(line for line in lines if line.lstrip().startswith("min"))
-    assert len(pt) == len(ort) == len(difference) == len(head)
-    column = slice(head.index("max") - 10, head.index("max") + 3)
-    assert (pt[column].strip(), ort[column].strip(), difference[column].strip()) == ("2", "2.5", "2.00e-01")
-    assert re.search(r"^b#2 .*\n +pt .*\n +ort  missing$", text, flags=re.M)
-    assert re.search(r"^a +inspect.mine .*\n +pt  missing\n +ort ", text, flags=re.M)
-    assert re.search(r"^a +input .*\n +the same tensor as above: \(root\) input$", text, flags=re.M)
-    assert max(map(len, lines)) < 200
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "expected"),
-    [
-        (1.0, 1.0, 0.0),
-        (0.0, -0.0, 0.0),
-        (math.nan, math.nan, 0.0),
-        (math.inf, math.inf, 0.0),
-        (math.inf, -math.inf, math.inf),
-        (math.nan, 1.0, math.inf),
-        (1.0, math.inf, math.inf),
-        (-2.0, 1.0, 1.5),
-        (0.0, 5.0, 1.0),
-    ],
-)
-def test_relative_differences(a, b, expected):
-    assert merged_records.relative(np.array([a]), np.array([b])).item() == expected
+    lines = (tmp_path / "out" / "step_1" / "rank_0.txt").read_text().splitlines()
+    assert lines[0] == "step 1, rank 0" and str(runs[0]) in lines[1] and lines[2].endswith("(onnxruntime)")
+    head = lines[4]
+    here = next(i for i, line in enumerate(lines) if re.match(r"forward +a +output ", line))
+    assert "2.00e-01" in lines[here] and "(4, 5)  float32" in lines[here] and "(4, 5)  float16" in lines[here + 1]
+    end = head.index(" max ") + 4
+    assert [line[:end].split()[-1] for line in lines[here : here + 2]] == ["2", "2.5"]
+    lone = next(i for i, line in enumerate(lines) if re.match(r"forward +b#2 +output ", line))
+    assert lines[lone + 1].split() == ["ort"]
+    lone = next(i for i, line in enumerate(lines) if re.match(r"forward +a +inspect.mine +pt$", line))
+    assert lines[lone + 1].split()[:4] == ["ort", "(4,", "5)", "float32"]
 
 
 def test_tensors_of_other_shapes_have_no_error(tmp_path):
@@ -194,7 +167,7 @@ def test_tensors_of_other_shapes_have_no_error(tmp_path):
     rows[3] = dataclasses.replace(rows[3], shape=(5, 4))
     collect(tmp_path / "ort", rows)
     merge_activation_summary(tmp_path / "pt", tmp_path / "ort", tmp_path / "out")
-    line = summary(tmp_path / "out")[2]
+    line = summary(tmp_path / "out")[3]
     assert line["error"] == "" and (line["shape_pt"], line["shape_ort"]) == ("(4, 5)", "(5, 4)")
 
 
@@ -205,15 +178,14 @@ def test_what_only_one_run_has_is_a_note(tmp_path):
     report = merge_activation_summary(tmp_path / "pt", tmp_path / "ort", tmp_path / "out")
     assert report.steps == (2,) and report.ranks == (0,) and report.records == len(records(0))
     told = "\n".join(report.notes)
-    assert "pt: ranks [1] are left out" in told and "pt: 2 steps are left out" in told
-    assert "ort: 1 steps are left out" in told and "given as ort_dir, was collected in torch" in told
-    assert sorted(os.listdir(tmp_path / "out")) == ["merge.json", "step_2", "summary.csv"]
+    assert "ranks that only" in told and "pt has are left out: 0, 1" in told and "ort has are left out: 3" in told
+    assert sorted(os.listdir(tmp_path / "out")) == ["step_2", "summary.csv"]
 
 
 def test_runs_without_a_common_step_are_refused(tmp_path):
     write(tmp_path / "pt", steps=(0, 1))
     write(tmp_path / "ort", steps=(7,))
-    with pytest.raises(StatisticsError, match=r"no step in common: .*steps 0 to 1 and .*steps 7 to 7"):
+    with pytest.raises(StatisticsError, match=r"no step in common: .*steps 0, 1 and .*steps 7"):
         merge_activation_summary(tmp_path / "pt", tmp_path / "ort", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -221,41 +193,18 @@ def test_runs_without_a_common_step_are_refused(tmp_path):
 # --- the output folder ---------------------------------------------------------------------------------------------
 
 
-def test_an_earlier_merge_is_replaced_only_when_asked(runs, tmp_path):
-    out = tmp_path / "out"
-    merge_activation_summary(*runs, out)
-    shutil.rmtree(runs[1])
-    write(runs[1], steps=(1,))
-    with pytest.raises(StatisticsError, match="an earlier merge; pass --overwrite"):
-        merge_activation_summary(*runs, out)
-    assert (out / "step_0").exists()
-    merge_activation_summary(*runs, out, overwrite=True)
-    assert sorted(os.listdir(out)) == ["merge.json", "step_1", "summary.csv"]
-
-
-@pytest.mark.parametrize("place", ["notes.txt", "step_0/notes.txt", "other/rank_0.txt", "step_0/rank_9.txt/x"])
-def test_foreign_files_are_named_and_nothing_is_deleted(runs, tmp_path, place):
-    out = tmp_path / "out"
-    merge_activation_summary(*runs, out)
-    (out / place).parent.mkdir(exist_ok=True)
-    (out / place).write_text("precious")
-    before = sorted(map(str, out.rglob("*")))
-    with pytest.raises(StatisticsError, match="was not written by merge: nothing is deleted"):
-        merge_activation_summary(*runs, out, overwrite=True)
-    assert sorted(map(str, out.rglob("*"))) == before
-
-
-def test_a_folder_that_is_not_ours_is_refused(runs, tmp_path):
-    for out in (runs[0], tmp_path):
+def test_a_folder_with_files_is_refused(runs, tmp_path):
+    merge_activation_summary(*runs, tmp_path / "out")
+    for out in (runs[0], tmp_path / "out"):
         before = sorted(map(str, out.rglob("*")))
-        with pytest.raises(StatisticsError, match="is not empty and was not written by merge"):
-            merge_activation_summary(*runs, out, overwrite=True)
+        with pytest.raises(StatisticsError, match="is not empty; choose another output_dir"):
+            merge_activation_summary(*runs, out)
         assert sorted(map(str, out.rglob("*"))) == before
     (tmp_path / "file").write_text("x")
     with pytest.raises(StatisticsError, match="cannot write .*file"):
-        merge_activation_summary(*runs, tmp_path / "file", overwrite=True)
+        merge_activation_summary(*runs, tmp_path / "file")
     (tmp_path / "empty").mkdir()
-    assert merge_activation_summary(*runs, tmp_path / "empty").files == 3
+    assert merge_activation_summary(*runs, tmp_path / "empty").records == 20
 
 
 # --- the command ---------------------------------------------------------------------------------------------------
@@ -268,12 +217,12 @@ def arguments(runs, out) -> list[str]:
 def test_the_command_writes_and_says_what(runs, tmp_path, capsys):
     assert cli.main(["stats", "merge", *arguments(runs, tmp_path / "out")]) == 0
     captured = capsys.readouterr()
-    assert re.match(r"wrote 3 files \(0\.0 MB\) into .*: 2 steps of 1 ranks, 20 records \(2 only in pt", captured.out)
+    assert re.match(r"wrote .*out: steps 0 to 1 of 1 ranks, 20 records \(2 only in pt", captured.out)
     assert captured.err == ""
     assert cli.main(["stats", "merge", *arguments(runs, tmp_path / "out")]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("ort-zero stats merge: ") and captured.err.count("\n") == 1
-    assert cli.main(["stats", "merge", *arguments(runs, tmp_path / "out"), "--overwrite", "--json"]) == 0
+    assert cli.main(["stats", "merge", *arguments(runs, tmp_path / "json"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["records"] == 20
 
 
@@ -291,7 +240,7 @@ def test_a_missing_package_is_one_line(runs, tmp_path, package):
 def test_the_guides_names_work(runs, tmp_path):
     argv = [sys.executable, "-m", "ort_zero.hooks.merge_activation_summary", *arguments(runs, tmp_path / "out")]
     done = subprocess.run(argv, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("wrote 3 files") and done.stderr == ""
+    assert done.returncode == 0 and done.stdout.startswith("wrote ") and done.stderr == ""
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     from ort_zero.hooks.merge_activation_summary import merge_activation_summary as by_the_guides_name

@@ -15,16 +15,17 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from statistics_files import begin, records, write
+from statistics_records import Record, columns_of, records_of
 
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics.collect import writer
-from ort_zero.statistics.file_format import END, HEADER, StepRows
-from ort_zero.statistics.reader import open_run
-from ort_zero.statistics.records import FILE, FIRST, FORMAT_VERSION, MANIFEST, SKETCH, Record
+from ort_zero.statistics.file_format import END, HEADER
+from ort_zero.statistics.reader import locate_steps, open_run
+from ort_zero.statistics.records import FILE, FIRST, FORMAT_VERSION, MANIFEST, SKETCH
 from ort_zero.statistics.run_folder import CLAIM, LOCK, rank_name
-from ort_zero.statistics.step_index import locate_steps
 
 
 def same(a: Record, b: Record) -> bool:
@@ -33,7 +34,7 @@ def same(a: Record, b: Record) -> bool:
 
 
 def content(run, rank: int = 0) -> dict[int, list[Record]]:
-    return {t.step: [t.record(i) for i in range(len(t))] for t in run.tables(rank)}
+    return {table.step: records_of(table) for table in run.tables(rank)}
 
 
 def is_what_was_written(found: dict[int, list[Record]]) -> bool:
@@ -80,8 +81,6 @@ def test_columns_are_arrays_of_one_length(tmp_path):
 
 
 def test_any_reader_of_arrow_opens_the_file(tmp_path):
-    import pyarrow as pa
-
     file = write(tmp_path)
     with pa.ipc.open_stream(file.read_bytes()) as reader:
         assert reader.schema.metadata[b"format_version"] == str(FORMAT_VERSION).encode()
@@ -92,30 +91,29 @@ def test_any_reader_of_arrow_opens_the_file(tmp_path):
 
 def test_a_step_without_rows_is_a_step(tmp_path):
     with begin(tmp_path) as writer:
-        writer.append(0, StepRows())
+        writer.append(0, *columns_of([]))
     (table,) = open_run(tmp_path).tables(0)
     assert len(table) == 0 and table.sketch.shape == (0, SKETCH)
 
 
 def test_a_wrong_call_is_an_error_and_the_file_stays_good(tmp_path):
     with begin(tmp_path) as writer:
-        writer.append(5, StepRows.of(records(5)))
+        writer.append(5, *columns_of(records(5)))
         with pytest.raises(ValueError, match="step 5 comes after step 5"):
-            writer.append(5, StepRows.of(records(5)))
-        rows = StepRows.of(records(6))
-        rows.raw = rows.raw[:-1]
+            writer.append(5, *columns_of(records(5)))
+        described, raw = columns_of(records(6))
         with pytest.raises(ValueError, match="6 rows need raw statistics of shape"):
-            writer.append(6, rows)
+            writer.append(6, described, raw[:-1])
     assert list(content(open_run(tmp_path))) == [5]
 
 
 def test_reading_takes_no_more_memory_than_a_few_steps(tmp_path):
-    rows = StepRows.of(records(0, 1000))
-    rows.source = [-1] * 1000
+    described, raw = columns_of(records(0, 1000))
+    described["source"] = [-1] * 1000
     with begin(tmp_path) as writer:
         for step in range(80):
-            rows.raw += np.random.default_rng(step).standard_normal(rows.raw.shape)
-            writer.append(step, rows)
+            raw += np.random.default_rng(step).standard_normal(raw.shape)
+            writer.append(step, described, raw)
     assert writer.size > 40e6
     code = (
         "import sys\nfrom ort_zero.statistics.reader import open_run\n"
@@ -137,7 +135,7 @@ def test_a_file_cut_at_any_byte_is_read_up_to_its_last_full_step(tmp_path):
     file = write(tmp_path)
     data = file.read_bytes()
     ends = [len(HEADER)]
-    with open(file, "rb") as stream:
+    with pa.OSFile(str(file)) as stream:
         places, ended, rest = locate_steps(stream, file)
     ends += [place.offset + place.length for place in places]
     assert ended and not rest and ends[-1] == len(data) - len(END)
@@ -186,7 +184,7 @@ def test_zeros_left_by_a_machine_that_went_down_are_no_step(tmp_path):
 def test_a_run_that_goes_on_is_read(tmp_path):
     with begin(tmp_path) as writer:
         assert open_run(tmp_path).info.steps == ()
-        writer.append(0, StepRows.of(records(0)))
+        writer.append(0, *columns_of(records(0)))
         run = open_run(tmp_path)
         assert run.info.steps == (0,) and "no end mark" in run.notes[0] and is_what_was_written(content(run))
 
@@ -197,9 +195,9 @@ def test_a_run_that_goes_on_is_read(tmp_path):
 def test_a_full_disk_ends_the_file_at_a_full_step_with_one_warning(tmp_path):
     code = (
         "import resource, sys\nsys.path.insert(0, sys.argv[2])\nimport statistics_files as t\n"
-        "writer = t.begin(sys.argv[1])\nstep = t.StepRows.of(t.records(0))\nwriter.append(0, step)\n"
+        "writer = t.begin(sys.argv[1])\nwriter.append(0, *t.columns_of(t.records(0)))\n"
         "one = writer.size\nresource.setrlimit(resource.RLIMIT_FSIZE, (2 * one, 2 * one))\n"
-        "for number in range(1, 9):\n    writer.append(number, t.StepRows.of(t.records(number)))\n"
+        "for number in range(1, 9):\n    writer.append(number, *t.columns_of(t.records(number)))\n"
         "writer.close()\nprint(writer.alive, writer.steps)"
     )
     done = subprocess.run(
@@ -216,7 +214,7 @@ def test_a_full_disk_ends_the_file_at_a_full_step_with_one_warning(tmp_path):
 
 def test_a_disk_that_fills_while_the_end_is_written_leaves_full_steps(tmp_path, warnings):
     writer = begin(tmp_path)
-    writer.append(0, StepRows.of(records(0)))
+    writer.append(0, *columns_of(records(0)))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (writer.size + 3, before[1]))
     try:
@@ -229,10 +227,10 @@ def test_a_disk_that_fills_while_the_end_is_written_leaves_full_steps(tmp_path, 
 
 def test_a_folder_that_is_deleted_while_training_is_one_warning(tmp_path, warnings):
     writer = begin(tmp_path / "run")
-    writer.append(0, StepRows.of(records(0)))
+    writer.append(0, *columns_of(records(0)))
     shutil.rmtree(tmp_path / "run")
     for step in (1, 2, 3):
-        writer.append(step, StepRows.of(records(step)))
+        writer.append(step, *columns_of(records(step)))
     writer.close()
     assert not writer.alive and len(warnings) == 1 and "was deleted" in warnings[0] and "before step 1" in warnings[0]
 
@@ -241,7 +239,7 @@ def test_the_warning_of_another_rank_is_not_swallowed(tmp_path, capsys, monkeypa
     monkeypatch.setenv("RANK", "1")
     writer = begin(tmp_path / "run", rank=1, world=2)
     shutil.rmtree(tmp_path / "run")
-    writer.append(0, StepRows())
+    writer.append(0, *columns_of([]))
     assert "statistics end before step 0" in capsys.readouterr().err
 
 
@@ -249,11 +247,11 @@ def test_a_forked_child_does_not_touch_the_file(tmp_path):
     writer = begin(tmp_path)
     child = os.fork()
     if not child:
-        writer.append(0, StepRows.of(records(0)))
+        writer.append(0, *columns_of(records(0)))
         writer.close()
         os._exit(0)
     os.waitpid(child, 0)
-    writer.append(0, StepRows.of(records(0)))
+    writer.append(0, *columns_of(records(0)))
     writer.close()
     assert open_run(tmp_path).steps_of(0) == (0,)
 
@@ -406,7 +404,7 @@ def test_two_runs_that_start_together_never_mix(tmp_path, order, override, warni
         except StatisticsError:
             lost.add(run)
     for run, opened in writers:
-        opened.append(0, StepRows.of(records(0)))
+        opened.append(0, *columns_of(records(0)))
         opened.close()
         if not opened.steps:
             lost.add(run)
@@ -496,8 +494,6 @@ def other_file(folder: Path) -> None:
 
 
 def other_stream(folder: Path) -> None:
-    import pyarrow as pa
-
     (folder / "rank_00001" / FILE).write_bytes(pa.schema([("x", pa.int64())]).serialize().to_pybytes())
 
 

@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from statistics_records import Statistics, statistics_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from ort_zero.statistics import rows as layout
 from ort_zero.statistics.collect import tensor_statistics as module
 from ort_zero.statistics.collect.sampling import sampled
-from ort_zero.statistics.collect.tensor_statistics import measure, measure_into, measure_on_device, measure_raw
+from ort_zero.statistics.collect.tensor_statistics import BUCKET, measure_into, measure_on_device
 from ort_zero.statistics.records import FIRST
-from ort_zero.statistics.rows import WIDTH, merge, statistics_of
+from ort_zero.statistics.rows import WIDTH, merge
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn)
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
@@ -27,6 +28,16 @@ SIZES = (0, 1, 7, 63, 64, 65, 1023, 1024, 1025, 4095, 4096, 4097, 12287, 12289)
 EXACT = [*range(3), *range(layout.NEGATIVE, layout.FIRST_AT + FIRST)]
 """Columns that no summation order changes."""
 MASK = 2**64 - 1
+
+
+def measure_raw(tensor: torch.Tensor, bucket_size: int = BUCKET, **options) -> np.ndarray:
+    row = np.empty(WIDTH)
+    measure_into(row, tensor, bucket_size, **options)
+    return row
+
+
+def measure(*arguments) -> Statistics:
+    return statistics_of(measure_raw(*arguments))
 
 
 def mixed(number: int) -> int:
@@ -499,8 +510,10 @@ def refusing(*args, cache=False, **kwargs):
 numba.njit = refusing
 import numpy as np
 import torch
-from ort_zero.statistics.collect.tensor_statistics import measure_raw
-np.save(sys.argv[2], measure_raw(torch.load(sys.argv[1], weights_only=True)))
+from ort_zero.statistics.collect.tensor_statistics import WIDTH, measure_into
+row = np.empty(WIDTH)
+measure_into(row, torch.load(sys.argv[1], weights_only=True))
+np.save(sys.argv[2], row)
 sys.exit(not refused)
 """
 
@@ -522,7 +535,7 @@ def test_importing_does_not_import_numba():
 def test_a_missing_numba_is_one_line_with_the_way_out():
     code = (
         "import sys, torch; sys.modules['numba'] = None\n"
-        "from ort_zero.statistics.collect.tensor_statistics import measure; measure(torch.zeros(1))"
+        "from ort_zero.statistics.collect.tensor_statistics import measure_into; measure_into([0] * 84, torch.zeros(1))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,20 @@ _OUR_NAMES = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(FILE)}|\.{re.escape(
 _LOCK_SECONDS = 60
 
 
-def refuse_used(folder: Path) -> None:
-    """Raise if a rank's folder has statistics in it.
-
-    Raises:
-        StatisticsError: the folder has statistics; the message says how to go on.
-    """
-    if (folder / FILE).exists():
-        raise _taken(folder)
+def taken(folder: Path) -> StatisticsError:
+    """Return the error for a folder with another run's statistics."""
+    return StatisticsError(
+        f"{folder} holds the statistics of another run; choose another output_dir, or pass override_output_dir=True "
+        "to delete them"
+    )
 
 
 @contextmanager
 def taken_over(output: Path, rank: int, world_size: int, *, run_id: str, override: bool = False) -> Iterator[Path]:
     """Claim the folder for this run and create an empty folder for the rank, while other ranks wait for the lock.
+
+    The claim lists the runs that lost the folder to a later run. A rank of such a run raises: else two runs that start
+    at the same moment would take the folder from each other, rank by rank.
 
     Args:
         output: the run's folder, the same for all its ranks; it is created if it does not exist.
@@ -52,64 +53,43 @@ def taken_over(output: Path, rank: int, world_size: int, *, run_id: str, overrid
     """
     output.mkdir(parents=True, exist_ok=True)
     with _locked(output):
-        _claim(output, run_id, override)
+        claim = _read_claim(output)
+        is_ours = claim is not None and claim["run_id"] == run_id
+        superseded = [*claim["superseded"], claim["run_id"]] if claim is not None else []
+        if run_id in superseded and not is_ours:
+            raise StatisticsError(f"another run took {output} over while this one started; choose another output_dir")
+        old = [
+            folder
+            for number, folder in rank_folders(output).items()
+            if not is_ours or number == rank or (override and rank == 0 and number >= world_size)
+        ]
+        if not override and (old or (claim is not None and not is_ours)):
+            raise taken(old[0] if is_ours else output)
+        for folder in old:
+            _refuse_foreign(folder)
+        if not is_ours:
+            write_json(output / CLAIM, {"format": FORMAT, "run_id": run_id, "superseded": superseded[-100:]})
+        for folder in old:
+            for path in folder.iterdir():
+                path.unlink(missing_ok=True)
+            folder.rmdir()
         folder = output / rank_name(rank)
-        _make_rank_folder(folder, override)
-        if override and rank == 0:
-            _remove_ranks(output, beyond=world_size)
+        folder.mkdir()
         yield folder
-
-
-def _claim(output: Path, run_id: str, override: bool) -> None:
-    """Write this run's id into ``run.json``; with `override`, delete the statistics of another run first.
-
-    The claim lists the runs that lost the folder to a later run. A rank of such a run raises: else two runs that start
-    at the same moment would take the folder from each other, rank by rank.
-    """
-    claim = _read_claim(output)
-    if claim is None and not rank_folders(output):
-        write_json(output / CLAIM, {"format": FORMAT, "run_id": run_id, "superseded": []})
-        return
-    if claim is not None and claim["run_id"] == run_id:
-        return
-    superseded = list(claim["superseded"]) if claim else []
-    if run_id in superseded:
-        raise StatisticsError(f"another run took {output} over while this one started; choose another output_dir")
-    if not override:
-        raise _taken(output)
-    for folder in rank_folders(output).values():
-        _refuse_foreign(folder)
-    if claim is not None:
-        superseded.append(claim["run_id"])
-    write_json(output / CLAIM, {"format": FORMAT, "run_id": run_id, "superseded": superseded[-100:]})
-    _remove_ranks(output, beyond=0)
-
-
-def _taken(folder: Path) -> StatisticsError:
-    return StatisticsError(
-        f"{folder} holds the statistics of another run; choose another output_dir, or pass override_output_dir=True "
-        "to delete them"
-    )
 
 
 @contextmanager
 def _locked(output: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
-    lock = FileLock(output / LOCK, timeout=_LOCK_SECONDS)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise StatisticsError(f"{output / LOCK} has been locked for {_LOCK_SECONDS} s by another process") from None
-    except NotImplementedError:
-        # a file system without locks: only runs that start within milliseconds of each other may mix their files, and
-        # the reader detects the mixture by the run ids
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(FileLock(output / LOCK, timeout=_LOCK_SECONDS))
+        except Timeout:
+            raise StatisticsError(f"{output / LOCK} has been locked for {_LOCK_SECONDS} s by another process") from None
+        except NotImplementedError:
+            pass  # no locks here: if runs start within milliseconds, the reader detects mixed files by the run ids
         yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _read_claim(output: Path) -> dict[str, Any] | None:
@@ -124,25 +104,6 @@ def _read_claim(output: Path) -> dict[str, Any] | None:
     return claim
 
 
-def _make_rank_folder(folder: Path, override: bool) -> None:
-    try:
-        folder.mkdir()
-        return
-    except FileExistsError:
-        if not override:
-            raise _taken(folder) from None
-    _refuse_foreign(folder)
-    _remove(folder)
-    folder.mkdir()
-
-
-def _remove_ranks(output: Path, beyond: int) -> None:
-    for rank, folder in rank_folders(output).items():
-        if rank >= beyond:
-            _refuse_foreign(folder)
-            _remove(folder)
-
-
 def _refuse_foreign(folder: Path) -> None:
     """Raise if ort_zero did not write all files in a rank's folder."""
     if folder.is_symlink() or not folder.is_dir():
@@ -153,9 +114,3 @@ def _refuse_foreign(folder: Path) -> None:
     manifest = folder / MANIFEST
     if manifest.exists() and read_manifest(manifest).get("format") != FORMAT:
         raise StatisticsError(f"{manifest} was not written by ort_zero: {folder} is not deleted")
-
-
-def _remove(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink(missing_ok=True)
-    folder.rmdir()

@@ -18,7 +18,7 @@ from ort_zero.compat.versions import installed
 from ort_zero.distributed.run_id import run_id
 from ort_zero.statistics.collect.module_calls import clean_path
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel
-from ort_zero.statistics.collect.subscriber_manager import backend_of, zero_stage_of
+from ort_zero.statistics.collect.subscriber_manager import remembered
 
 _PACKAGES = ("torch", "onnxruntime-training", "deepspeed", "transformers", "numpy")
 
@@ -53,8 +53,7 @@ def manifest_of(subscribed: SubscribedModel, start_step: int, end_step: int | No
     versions = {name: version for name in _PACKAGES if (version := installed(name)) is not None}
     return {
         "run_id": run_id(),
-        "backend": backend_of(model, subscribed.backend),
-        "zero_stage": zero_stage_of(model),
+        **{"backend": subscribed.backend, "zero_stage": 0, **remembered(model)},
         "dtype": types.most_common(1)[0][0] if types else "",
         "model": type(model).__name__,
         "model_digest": digest,

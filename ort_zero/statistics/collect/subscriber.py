@@ -14,19 +14,64 @@ from ort_zero.compat.deepspeed_parameters import full_shape
 from ort_zero.errors import StatisticsError
 from ort_zero.log import get_logger
 from ort_zero.statistics.collect import tensor_statistics
-from ort_zero.statistics.collect.collected_step import CollectedStep
-from ort_zero.statistics.collect.folder_claim import refuse_used
+from ort_zero.statistics.collect.folder_claim import taken
 from ort_zero.statistics.collect.manifest import manifest_of, owned_parameters, rank_and_size
 from ort_zero.statistics.collect.module_calls import TensorSlot
 from ort_zero.statistics.collect.sampling import sampled
 from ort_zero.statistics.collect.subscribed_model import subscribed_model_of
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.statistics.collect.writer import StatisticsWriter
-from ort_zero.statistics.records import Phase
+from ort_zero.statistics.file_format import DESCRIPTION
+from ort_zero.statistics.records import FILE, Phase
+from ort_zero.statistics.rows import WIDTH
 from ort_zero.statistics.run_folder import rank_name
 
 _MAX_PENDING = 8
 """Maximum number of steps in memory that wait for their backward."""
+
+
+class CollectedStep:
+    """The statistics of one step of one rank, collected row by row."""
+
+    def __init__(self, number: int, rows: int = 128):
+        self.number = number
+        self.columns: list[tuple] = []
+        """The columns of each row except the statistics, in the order of ``DESCRIPTION``."""
+        self.raw = np.zeros((rows, WIDTH))
+        self.used = 0
+        self.sources: list[tuple[int, int]] = []
+        """Pairs (row that refers to an earlier row, order of the earlier row)."""
+        self.by_order: dict[int, int] = {}
+        self.with_gradient: set[tuple[int, int]] = set()
+        self.awaits_gradients = False
+
+    def add(self, *described: Any) -> np.ndarray:
+        """Add a row, and return its place for the statistics, filled with zeros.
+
+        Args:
+            described: the columns in ``DESCRIPTION``, the dtype as torch's object.
+        """
+        self.columns.append(described)
+        if self.used == len(self.raw):
+            self.raw = np.concatenate([self.raw, np.zeros_like(self.raw)])
+        self.used += 1
+        return self.raw[self.used - 1]
+
+    def finished(self) -> tuple[dict[str, list], np.ndarray]:
+        """Return the columns that describe the rows, and the statistics, as the arguments of ``encode_step``.
+
+        A row that refers to an earlier row gets the shape and dtype of the earlier row.
+        """
+        described: dict[str, list] = {name: [] for name in DESCRIPTION}
+        described.update(zip(DESCRIPTION, map(list, zip(*self.columns, strict=True))))
+        shapes, dtypes = described["shape"], described["dtype"]
+        for row, order in self.sources:
+            first = self.by_order.get(order)
+            if first is not None:
+                shapes[row], dtypes[row] = shapes[first], dtypes[first]
+        names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(dtypes)}
+        described["dtype"] = [names[dtype] for dtype in dtypes]
+        return described, self.raw[: self.used]
 
 
 class StatisticsSubscriber(SubscriberBase):
@@ -79,8 +124,12 @@ class StatisticsSubscriber(SubscriberBase):
         self.override, self.run_on_cpu, self.bucket_size = override_output_dir, run_on_cpu, bucket_size
         self.parameters = parameters
         if not override_output_dir:
-            refuse_used(Path(self.output_dir, rank_name(rank_and_size()[0])))
-        tensor_statistics.measure(torch.zeros(1))  # compiles the kernel now, not within the first step
+            folder = Path(self.output_dir, rank_name(rank_and_size()[0]))
+            if (folder / FILE).exists():
+                raise taken(folder)
+        tensor_statistics.measure_into(
+            np.empty(WIDTH), torch.zeros(1)
+        )  # compiles the kernel now, not within the first step
 
     # -- actions that the subscribed model calls ---------------------------------------------------------------------
 
@@ -106,18 +155,13 @@ class StatisticsSubscriber(SubscriberBase):
         current = self._step(step)
         if current is None:
             return
-        call = slot.call
-        row = current.next_row()
+        row = current.add(Phase.FORWARD, *_described(slot, slot.source, tensor))
         if slot.source < 0:
             current.by_order[slot.order] = current.used - 1
             self._measure(row, tensor)
             current.awaits_gradients = current.awaits_gradients or tensor.requires_grad
         else:
             current.sources.append((current.used - 1, slot.source))
-        current.describe(
-            Phase.FORWARD, slot.order, call.number, call.caller, call.occurrence, slot.source, call.path, slot.kind,
-            slot.name, tensor,
-        )  # fmt: skip
 
     def gradient_slot_apply(self, step: int, slot: TensorSlot, gradient: torch.Tensor) -> None:
         """Measure the gradient of one tensor; a second gradient of the same tensor is ignored."""
@@ -126,12 +170,7 @@ class StatisticsSubscriber(SubscriberBase):
         if current is None or key in current.with_gradient:
             return
         current.with_gradient.add(key)
-        call = slot.call
-        self._measure(current.next_row(), gradient)
-        current.describe(
-            Phase.BACKWARD, slot.order, call.number, call.caller, call.occurrence, -1, call.path, slot.kind,
-            slot.name, gradient,
-        )  # fmt: skip
+        self._measure(current.add(Phase.BACKWARD, *_described(slot, -1, gradient)), gradient)
 
     def close(self) -> None:
         """Write the remaining steps and end the file."""
@@ -170,7 +209,7 @@ class StatisticsSubscriber(SubscriberBase):
                 return
             self._pending.pop(0)
             self._rows = max(step.used, 1)  # the next step likely has as many rows
-            self._writer.append(step.number, step.finished())
+            self._writer.append(step.number, *step.finished())
             if not self._writer.alive:
                 self._failed = True
                 self._pending.clear()
@@ -198,11 +237,8 @@ class StatisticsSubscriber(SubscriberBase):
             part, offset, total, partitioned = local_part(parameter)
             if self.parameters == "sample":
                 part, offset = sampled(part, offset=offset, total=total)
-            self._measure(current.next_row(), part, offset)
-            current.describe(
-                Phase.PARAMETER, order, -1, -1, 1, -1, path, "parameter", name, part,
-                full_shape(parameter), partitioned,
-            )  # fmt: skip
+            described = (order, -1, -1, 1, -1, path, "parameter", name, part.dtype, full_shape(parameter), partitioned)
+            self._measure(current.add(Phase.PARAMETER, *described), part, offset)
 
     def _listen_to_gradients(self, owned: list[tuple[str, str, torch.nn.Parameter]]) -> None:
         for order, (path, name, parameter) in enumerate(owned):
@@ -220,11 +256,11 @@ class StatisticsSubscriber(SubscriberBase):
             if current is None:
                 return
             current.with_gradient.add(key)
-            shape, offset = gradient.shape, 0
+            described = (order, -1, -1, 1, -1, path, "parameter", name, gradient.dtype, gradient.shape, False)
+            row, offset = current.add(Phase.PARAMETER_GRADIENT, *described), 0
             if self.parameters == "sample" and gradient.layout is torch.strided:
                 gradient, offset = sampled(gradient)
-            self._measure(current.next_row(), gradient, offset)
-            current.describe(Phase.PARAMETER_GRADIENT, order, -1, -1, 1, -1, path, "parameter", name, gradient, shape)
+            self._measure(row, gradient, offset)
 
         return arrived
 
@@ -232,3 +268,12 @@ class StatisticsSubscriber(SubscriberBase):
         for handle in self._gradient_handles.values():
             handle.remove()
         self._gradient_handles = {}
+
+
+def _described(slot: TensorSlot, source: int, tensor: torch.Tensor) -> tuple:
+    """Return the columns that describe a row of a tensor, without the phase."""
+    call = slot.call
+    return (
+        slot.order, call.number, call.caller, call.occurrence, source, call.path, slot.kind, slot.name, tensor.dtype,
+        tensor.shape, False,
+    )  # fmt: skip

@@ -15,8 +15,7 @@ from ort_zero.statistics.collect.graph_capture import capture_inspected
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel, running
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 
-_zero_stages: MutableMapping[Module, int] = WeakIdKeyDictionary()
-_backends: MutableMapping[Module, str] = WeakIdKeyDictionary()
+_facts: MutableMapping[Module, dict[str, Any]] = WeakIdKeyDictionary()
 inspect_in_trace: list[Callable[[str, torch.Tensor], torch.Tensor]] = []
 """The function that :func:`inspect_activation` calls while :mod:`ort_zero.ortmodule.statistics` traces; else empty."""
 
@@ -51,24 +50,14 @@ def unwrapped(model: Any) -> Module:
             return model
 
 
-def remember_zero_stage(model: Module, stage: int) -> None:
-    """Remember the ZeRO stage of the engine around a model, for subscriptions to the model without its engine."""
-    _zero_stages[unwrapped(model)] = stage
+def remember(model: Module, **facts: Any) -> None:
+    """Remember `zero_stage` of the engine around a model, or the `backend` of its units, for the manifests of runs."""
+    _facts.setdefault(unwrapped(model), {}).update(facts)
 
 
-def remember_backend(model: Module, backend: str) -> None:
-    """Remember the backend of a model whose own hooks run, for the manifests of its statistics."""
-    _backends[unwrapped(model)] = backend
-
-
-def backend_of(root: Module, otherwise: str) -> str:
-    """Return the remembered backend of a user's module, else `otherwise`."""
-    return _backends.get(root, otherwise)
-
-
-def zero_stage_of(root: Module) -> int:
-    """Return the ZeRO stage under which a user's module trains; 0 without DeepSpeed."""
-    return _zero_stages.get(root, 0)
+def remembered(root: Module) -> dict[str, Any]:
+    """Return what :func:`remember` was told about a user's module."""
+    return _facts.get(root, {})
 
 
 def inspect_activation(name: str, tensor: torch.Tensor) -> torch.Tensor:

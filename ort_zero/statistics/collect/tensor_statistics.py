@@ -10,6 +10,8 @@ inf or 0.
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -17,10 +19,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ort_zero.statistics.collect.device_statistics import row_by_torch
 from ort_zero.statistics.collect.sampling import require_memory
-from ort_zero.statistics.records import Statistics
-from ort_zero.statistics.rows import WIDTH, merge, statistics_of
+from ort_zero.statistics.collect.sketch_signs import BLOCK, TABLE, signs_of_blocks
+from ort_zero.statistics.records import FIRST, SKETCH
+from ort_zero.statistics.rows import WIDTH, merge
 
 if TYPE_CHECKING:
     from ort_zero.statistics.collect.kernels import Kernel
@@ -34,20 +36,6 @@ _kernels: dict[torch.dtype, Kernel] = {}
 _table: np.ndarray = np.zeros(0, np.float32)
 """The table of signs for the kernels; empty until the first kernel is compiled."""
 _lock = threading.Lock()
-
-
-def measure(tensor: torch.Tensor, bucket_size: int = BUCKET, *, on_cpu: bool = False, offset: int = 0) -> Statistics:
-    """Return the statistics of a tensor; for the arguments see :func:`measure_into`."""
-    return statistics_of(measure_raw(tensor, bucket_size, on_cpu=on_cpu, offset=offset))
-
-
-def measure_raw(
-    tensor: torch.Tensor, bucket_size: int = BUCKET, *, on_cpu: bool = False, offset: int = 0
-) -> np.ndarray:
-    """Return the statistics of a tensor as a new row; for the arguments see :func:`measure_into`."""
-    row = np.empty(WIDTH)
-    measure_into(row, tensor, bucket_size, on_cpu=on_cpu, offset=offset)
-    return row
 
 
 def measure_into(
@@ -211,6 +199,49 @@ def measure_on_device(row: np.ndarray, tensor: torch.Tensor, bucket_size: int, o
     rows = []
     for piece in _pieces(tensor, max(bucket_size // 2, 1) if tensor.is_complex() else bucket_size):
         values = _converted(_real(piece), torch.float64).view(-1)
-        rows.append(row_by_torch(values, offset))
+        rows.append(_row_by_torch(values, offset))
         offset += values.numel()
     row[:] = merge(torch.stack(rows).cpu().numpy())
+
+
+def _row_by_torch(values: torch.Tensor, offset: int) -> torch.Tensor:
+    """Compute the statistics of values on their device: a row, float64 [:data:`~ort_zero.statistics.rows.WIDTH`].
+
+    Args:
+        values: One-dimensional and float64.
+        offset: Flat index of the first value within the whole tensor.
+    """
+    nan, inf = values.isnan(), values.isinf()
+    finite = ~(nan | inf)
+    count = finite.sum()
+    some = count.clamp(min=1)
+    finite_values = torch.where(finite, values, 0.0)
+    unknown = torch.full((), math.nan, dtype=torch.float64, device=values.device)
+    mean = torch.where(count > 0, finite_values.sum() / some, unknown)
+    deviation = torch.where(finite, finite_values - mean, 0.0)
+    std = torch.where(count > 0, (deviation.square().sum() / some).sqrt(), unknown)
+    if values.numel():
+        low = torch.where(finite, values, math.inf).min()
+        high = torch.where(finite, values, -math.inf).max()
+    else:
+        low = high = unknown
+    numbers = [torch.full_like(unknown, values.numel())]
+    numbers += [torch.where(count > 0, low, unknown), torch.where(count > 0, high, unknown), mean, std]
+    numbers += [finite_values.abs().sum() / some, finite_values.square().sum().sqrt()]
+    numbers += [(finite_values < 0).sum(), (finite_values > 0).sum(), (finite & (finite_values == 0)).sum()]
+    numbers += [nan.sum(), inf.sum()]
+    first = torch.cat([values[:FIRST], unknown.expand(max(FIRST - values.numel(), 0))])
+    return torch.cat([torch.stack([n.double() for n in numbers]), first, _sketch(finite_values, offset)])
+
+
+def _sketch(values: torch.Tensor, offset: int) -> torch.Tensor:
+    before = offset % BLOCK
+    after = -(before + values.numel()) % BLOCK
+    blocks = torch.nn.functional.pad(values, (before, after)).view(-1, BLOCK // SKETCH, SKETCH)
+    of_blocks = torch.from_numpy(signs_of_blocks(offset // BLOCK, len(blocks))).to(values.device)
+    return ((blocks * _table_on(values.device)).sum(dim=1) * of_blocks).sum(dim=0)
+
+
+@functools.lru_cache(maxsize=8)
+def _table_on(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(TABLE).to(device)

@@ -1,6 +1,7 @@
 """Generate the kernels' loop over a block of values as vector instructions.
 
-A plain numba loop takes about twice the time; collecting statistics would then cost more than a tenth of a step.
+A plain numba loop is compiled to scalar code, as the loop sums, compares and counts at once; separate loops for sums,
+extremes, counts and sketch take 4.5 times as long. Collecting statistics would then cost more than a tenth of a step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _accumulate(typing, address, table, columns, rows, centre):
     """
 
     def generate(context, builder, signature, arguments):
-        results = _VectorLoop(builder, signature.args[4] == types.float64, *arguments).generate()
+        results = _generate_loop(builder, signature.args[4] == types.float64, *arguments)
         return context.make_tuple(builder, signature.return_type, results)
 
     number = types.int64
@@ -42,155 +43,100 @@ accumulate: Any = intrinsic(_accumulate)
 """The intrinsic for compiled code, with the arguments of :func:`_accumulate` except `typing`."""
 
 
-class _VectorLoop:
-    """The LLVM code of the loop over rows of 64 values, as vector instructions.
+def _generate_loop(builder, double, address, table, columns, rows, centre):
+    """Generate the loop as LLVM code, and return its seven results as float64.
 
-    Numba compiles this loop to scalar code, ten times slower, as the loop sums, compares and counts at once. LLVM
-    splits vectors that are wider than the processor's.
+    A row of 64 values is a few vectors; LLVM splits vectors that are wider than the processor's.
     """
+    size = 8 if double else 4
+    lanes = 64 // size
+    index, wide = ir.IntType(64), ir.VectorType(ir.DoubleType(), lanes)
+    vector = ir.VectorType(ir.DoubleType() if double else ir.FloatType(), lanes)
+    integers = ir.VectorType(ir.IntType(8 * size), lanes)
+    centre = _in_all_lanes(builder, centre, vector)
+    zeros = ir.Constant(vector, [0.0] * lanes)
+    one, without_sign = (ir.Constant(integers, [value] * lanes) for value in (1, (1 << (8 * size - 1)) - 1))
 
-    SUMS, EXTREMES, COUNTS = slice(0, 3), slice(3, 5), slice(5, 7)
+    def place(base, offset, kind):
+        return builder.inttoptr(builder.add(base, offset), kind.as_pointer())
 
-    def __init__(self, builder, double, address, table, columns, rows, centre):
-        self.ir, self.builder, self.double = ir, builder, double
-        self.address, self.table, self.columns, self.rows = address, table, columns, rows
-        self.lanes = 8 if double else 16
-        self.bytes = 64 // self.lanes
-        self.index = ir.IntType(64)
-        self.float64 = ir.DoubleType()
-        self.scalar = self.float64 if double else ir.FloatType()
-        self.vector = ir.VectorType(self.scalar, self.lanes)
-        self.wide = ir.VectorType(self.float64, self.lanes)
-        self.integers = ir.VectorType(ir.IntType(8 * self.bytes), self.lanes)
-        self.centre = self.splat(centre)
-        self.zeros = ir.Constant(self.vector, [0.0] * self.lanes)
+    def load(base, row, row_bytes, offset, kind, align):
+        at = builder.add(builder.mul(row, ir.Constant(index, row_bytes)), ir.Constant(index, offset))
+        return builder.load(place(base, at, kind), align=align)
 
-    def number(self, value):
-        """Return a constant index."""
-        return self.ir.Constant(self.index, value)
+    def multiply_add(a, b, c):
+        # rounded once if the processor has such an instruction
+        return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
-    def whole(self, value):
-        """Return a vector with one constant integer in all lanes."""
-        return self.ir.Constant(self.integers, [value] * self.lanes)
+    def extreme(sign, a, b):
+        return builder.select(builder.fcmp_ordered(sign, a, b), a, b)
 
-    def splat(self, value):
-        """Return a vector with one value in all lanes."""
-        ir = self.ir
-        nothing = ir.Constant(self.vector, ir.Undefined)
-        single = self.builder.insert_element(nothing, value, ir.Constant(ir.IntType(32), 0))
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), [0] * self.lanes)
-        return self.builder.shuffle_vector(single, nothing, mask)
+    def counted(sign, value, count):
+        return builder.select(builder.fcmp_ordered(sign, value, zeros), builder.add(count, one), count)
 
-    def place(self, address, kind):
-        """Return a pointer to an address."""
-        return self.builder.inttoptr(address, kind.as_pointer())
-
-    def values(self, place):
-        """Load a vector of values, `place` bytes behind the first value."""
-        return self.builder.load(self.place(self.builder.add(self.address, place), self.vector), align=self.bytes)
-
-    def signs(self, place):
-        """Load a vector of float32 signs, `place` bytes behind the first sign of the table."""
-        kind = self.ir.VectorType(self.ir.FloatType(), self.lanes)
-        signs = self.builder.load(self.place(self.builder.add(self.table, place), kind), align=4)
-        return self.widened(signs) if self.double else signs
-
-    def multiply_add(self, a, b, c):
-        """Return a * b + c, rounded once if the processor has such an instruction."""
-        flags = ("contract",)
-        return self.builder.fadd(self.builder.fmul(a, b, flags=flags), c, flags=flags)
-
-    def magnitude(self, value):
-        """Return the absolute values of a vector."""
-        bits = self.builder.bitcast(value, self.integers)
-        return self.builder.bitcast(self.builder.and_(bits, self.whole((1 << (8 * self.bytes - 1)) - 1)), self.vector)
-
-    def extreme(self, sign, a, b):
-        """Return the lesser (``"<"``) or greater (``">"``) values of two vectors; undefined where a value is NaN."""
-        return self.builder.select(self.builder.fcmp_ordered(sign, a, b), a, b)
-
-    def counted(self, condition, count):
-        """Return a vector of counts, plus one in each lane where the condition is true."""
-        return self.builder.select(condition, self.builder.add(count, self.whole(1)), count)
-
-    def summed(self, vectors):
-        """Sum vectors pairwise: a chain of additions would round more often, and each would wait for the last."""
+    def summed(vectors):
+        # pairwise: a chain of additions would round more often, and each would wait for the last
         while len(vectors) > 1:
-            vectors = [self.builder.fadd(a, b) for a, b in zip(vectors[::2], vectors[1::2])]
+            vectors = [builder.fadd(a, b) for a, b in zip(vectors[::2], vectors[1::2])]
         return vectors[0]
 
-    def taken(self, values, state):
-        """Return the sums, extremes and counts after adding the vectors of a row."""
-        total, squares, magnitude, low, high, negative, zero = state
-        deviations = [self.builder.fsub(value, self.centre) for value in values]
-        square = self.zeros
+    def after_row(row, state):
+        total, squares, magnitude, low, high, negative, zero, *sketch = state
+        values = []
+        for part in range(len(sketch)):
+            signs = load(table, row, 4 * 64, 4 * lanes * part, ir.VectorType(ir.FloatType(), lanes), 4)
+            values.append(load(address, row, size * 64, 64 * part, vector, size))
+            sketch[part] = multiply_add(values[-1], builder.fpext(signs, wide) if double else signs, sketch[part])
+        deviations = [builder.fsub(value, centre) for value in values]
+        square = zeros
         for deviation in deviations:
-            square = self.multiply_add(deviation, deviation, square)
+            square = multiply_add(deviation, deviation, square)
         for value in values:
-            low, high = self.extreme("<", value, low), self.extreme(">", value, high)
-            negative = self.counted(self.builder.fcmp_ordered("<", value, self.zeros), negative)
-            zero = self.counted(self.builder.fcmp_ordered("==", value, self.zeros), zero)
-        return [
-            self.builder.fadd(total, self.summed(deviations)),
-            self.builder.fadd(squares, square),
-            self.builder.fadd(magnitude, self.summed([self.magnitude(value) for value in values])),
-            low,
-            high,
-            negative,
-            zero,
-        ]
+            low, high = extreme("<", value, low), extreme(">", value, high)
+            negative, zero = counted("<", value, negative), counted("==", value, zero)
+        bits = [builder.and_(builder.bitcast(value, integers), without_sign) for value in values]
+        magnitudes = summed([builder.bitcast(value, vector) for value in bits])
+        sums = [builder.fadd(total, summed(deviations)), builder.fadd(squares, square)]
+        return [*sums, builder.fadd(magnitude, magnitudes), low, high, negative, zero, *sketch]
 
-    def generate(self):
-        """Generate the loop, which stores the sketch, and return its seven results as float64."""
-        ir, builder = self.ir, self.builder
-        parts = 64 // self.lanes
-        far = [ir.Constant(self.vector, [edge] * self.lanes) for edge in (math.inf, -math.inf)]
-        initial = [self.zeros] * 3 + far + [self.whole(0)] * 2 + [self.zeros] * parts
-        entry, body, test, done = builder.basic_block, *map(builder.append_basic_block, ("body", "test", "done"))
-        builder.branch(test)
+    far = [ir.Constant(vector, [edge] * lanes) for edge in (math.inf, -math.inf)]
+    none = ir.Constant(integers, [0] * lanes)
+    initial = [zeros] * 3 + far + [none] * 2 + [zeros] * size
+    entry, body, test, done = builder.basic_block, *map(builder.append_basic_block, ("body", "test", "done"))
+    builder.branch(test)
+    builder.position_at_end(test)
+    row = builder.phi(index)
+    state = [builder.phi(value.type) for value in initial]
+    builder.cbranch(builder.icmp_signed("<", row, rows), body, done)
+    builder.position_at_end(body)
+    following = [builder.add(row, ir.Constant(index, 1)), *after_row(row, state)]
+    builder.branch(test)
+    for phi, first, later in zip([row, *state], [ir.Constant(index, 0), *initial], following):
+        phi.add_incoming(first, entry)
+        phi.add_incoming(later, body)
+    builder.position_at_end(done)
+    for part, value in enumerate(state[7:]):
+        builder.store(value, place(columns, ir.Constant(index, 64 * part), vector), align=size)
+    sums = [_reduced(builder, "fadd", builder.fpext(value, wide) if not double else value) for value in state[:3]]
+    extremes = [_reduced(builder, name, value) for name, value in zip(("fmin", "fmax"), state[3:5])]
+    counts = [builder.sitofp(_reduced(builder, "add", value), ir.DoubleType()) for value in state[5:7]]
+    return [*sums, *(value if double else builder.fpext(value, ir.DoubleType()) for value in extremes), *counts]
 
-        builder.position_at_end(test)
-        row = builder.phi(self.index)
-        state = [builder.phi(value.type) for value in initial]
-        builder.cbranch(builder.icmp_signed("<", row, self.rows), body, done)
 
-        builder.position_at_end(body)
-        values, sketch = [], []
-        for part, before in enumerate(state[7:]):
-            place = builder.add(builder.mul(row, self.number(64 * self.bytes)), self.number(64 * part))
-            signs = self.signs(builder.add(builder.mul(row, self.number(4 * 64)), self.number(4 * self.lanes * part)))
-            values.append(self.values(place))
-            sketch.append(self.multiply_add(values[-1], signs, before))
-        taken = self.taken(values, state[:7]) + sketch
-        following = builder.add(row, self.number(1))
-        builder.branch(test)
-        for phi, first, later in zip([row, *state], [self.number(0), *initial], [following, *taken]):
-            phi.add_incoming(first, entry)
-            phi.add_incoming(later, body)
+def _in_all_lanes(builder, value, vector):
+    nothing = ir.Constant(vector, ir.Undefined)
+    single = builder.insert_element(nothing, value, ir.Constant(ir.IntType(32), 0))
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
+    return builder.shuffle_vector(single, nothing, mask)
 
-        builder.position_at_end(done)
-        for part, value in enumerate(state[7:]):
-            builder.store(
-                value, self.place(builder.add(self.columns, self.number(64 * part)), self.vector), align=self.bytes
-            )
-        return (
-            [self.reduced("fadd", self.widened(value)) for value in state[self.SUMS]]
-            + [self.widened(self.reduced(name, value)) for name, value in zip(("fmin", "fmax"), state[self.EXTREMES])]
-            + [builder.sitofp(self.reduced("add", value), self.float64) for value in state[self.COUNTS]]
-        )
 
-    def widened(self, value):
-        """Return a number or vector as float64."""
-        wide = self.wide if isinstance(value.type, self.ir.VectorType) else self.float64
-        return self.builder.fpext(value, wide)
-
-    def reduced(self, name, vector):
-        """Return the sum, minimum or maximum over a vector."""
-        ir, module, element = self.ir, self.builder.module, vector.type.element
-        letters = f"f{64 if element == self.float64 else 32}" if name[0] == "f" else str(element)
-        full = f"llvm.vector.reduce.{name}.v{self.lanes}{letters}"
-        arguments = [ir.Constant(element, 0.0), vector] if name == "fadd" else [vector]
-        function = module.globals.get(full)
-        if function is None:
-            function = ir.Function(module, ir.FunctionType(element, [value.type for value in arguments]), full)
-        return self.builder.call(function, arguments, fastmath=("reassoc",) if name == "fadd" else ())
+def _reduced(builder, name, vector):
+    """Return the sum, minimum or maximum over a vector."""
+    module, element = builder.module, vector.type.element
+    letters = f"f{64 if element == ir.DoubleType() else 32}" if name[0] == "f" else str(element)
+    full = f"llvm.vector.reduce.{name}.v{vector.type.count}{letters}"
+    arguments = [ir.Constant(element, 0.0), vector] if name == "fadd" else [vector]
+    function = module.globals.get(full)
+    if function is None:
+        function = ir.Function(module, ir.FunctionType(element, [value.type for value in arguments]), full)
+    return builder.call(function, arguments, fastmath=("reassoc",) if name == "fadd" else ())

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from io import FileIO
 from typing import Any
+
+import numpy as np
 
 from ort_zero import env
 from ort_zero.errors import StatisticsError
 from ort_zero.log import get_logger
 from ort_zero.statistics.collect.folder_claim import taken_over
-from ort_zero.statistics.file_format import END, HEADER, StepRows, encode_step
+from ort_zero.statistics.file_format import END, HEADER, encode_step
 from ort_zero.statistics.records import FILE, FORMAT, FORMAT_VERSION, MANIFEST
 from ort_zero.statistics.run_folder import local_folder, rank_name, write_json
 
@@ -51,36 +54,35 @@ class StatisticsWriter:
         """
         output = local_folder(output_dir)
         self.folder = output / rank_name(rank)
-        self._manifest = {**manifest, "rank": rank, "world_size": world_size}
         self._last = -1
         self._owner = os.getpid()
-        self._descriptor = -1
-        self.alive = False
-        self.steps = self.size = 0
+        self.steps, self.size = 0, len(HEADER)
+        content = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            **manifest,
+            "rank": rank,
+            "world_size": world_size,
+        }
         try:
             with taken_over(output, rank, world_size, run_id=str(manifest["run_id"]), override=override):
-                self._create()
+                with ExitStack() as stack:
+                    self._file = stack.enter_context(open(self.folder / FILE, "xb", buffering=0))
+                    _write_all(self._file, HEADER)
+                    # the manifest is written last: a folder with a manifest has a statistics file with a header
+                    write_json(self.folder / MANIFEST, content)
+                    stack.pop_all()  # the file stays open
         except OSError as error:
             raise StatisticsError(
                 f"cannot write statistics into {self.folder}: {error.strerror or error}; choose another output_dir, "
                 "or make room and give this user the right to write there"
             ) from error
+        self.alive = True
 
-    def _create(self) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self._descriptor = os.open(self.folder / FILE, flags, 0o666)
-        try:
-            _write_all(self._descriptor, HEADER)
-            content = {"format": FORMAT, "format_version": FORMAT_VERSION, **self._manifest}
-            # the manifest is written last: a folder with a manifest has a statistics file with a header
-            write_json(self.folder / MANIFEST, content)
-        except BaseException:
-            self._close_descriptor()
-            raise
-        self.alive, self.size = True, len(HEADER)
-
-    def append(self, step: int, rows: StepRows) -> None:
+    def append(self, step: int, described: Mapping[str, Sequence], raw: np.ndarray) -> None:
         """Write one whole step; after an error of the file system warn once, and ignore all further steps.
+
+        For the arguments see :func:`~ort_zero.statistics.file_format.encode_step`.
 
         Raises:
             ValueError: `step` is not larger than the last step, or the columns have different lengths.
@@ -90,49 +92,42 @@ class StatisticsWriter:
         # a forked child shares the descriptor, but only the parent may write
         if not self.alive or os.getpid() != self._owner:
             return
-        data = encode_step(step, rows)
+        data = encode_step(step, described, raw)
         self._last = step
         try:
-            if not os.fstat(self._descriptor).st_nlink:
+            if not os.fstat(self._file.fileno()).st_nlink:
                 raise FileNotFoundError(errno.ENOENT, "the file was deleted, or another run took the folder over")
-            _write_all(self._descriptor, data)
+            _write_all(self._file, data)
         except OSError as error:
-            self._give_up(step, error)
+            self._end(error)
+            # warnings of ranks other than 0 are not shown, and the disk may be full on this rank alone
+            tell = get_logger().warning if env.rank() == 0 else get_logger().error
+            tell(
+                f"statistics end before step {step}, training goes on: cannot write {self.folder / FILE}: "
+                f"{error.strerror or error}; it holds {self.steps} full steps"
+            )
             return
         self.size += len(data)
         self.steps += 1
 
-    def _give_up(self, step: int, error: OSError) -> None:
-        with suppress(OSError):  # readers ignore an incomplete last step
-            os.ftruncate(self._descriptor, self.size)
+    def _end(self, error: OSError | None = None) -> None:
+        """Close the file; after an error remove an incomplete step, which readers would ignore."""
         self.alive = False
-        self._close_descriptor()
-        # warnings of ranks other than 0 are not shown, and the disk may be full on this rank alone
-        tell = get_logger().warning if env.rank() == 0 else get_logger().error
-        tell(
-            f"statistics end before step {step}, training goes on: cannot write {self.folder / FILE}: "
-            f"{error.strerror or error}; it holds {self.steps} full steps"
-        )
+        with suppress(OSError):  # a network file system may report write errors only at close
+            if error is not None:
+                self._file.truncate(self.size)
+        with suppress(OSError):
+            self._file.close()
 
     def close(self) -> None:
         """End the file properly; further steps are ignored."""
-        if self._descriptor < 0:
-            return
         if self.alive and os.getpid() == self._owner:
             try:
-                _write_all(self._descriptor, END)
+                _write_all(self._file, END)
                 self.size += len(END)
-            except OSError:
-                with suppress(OSError):
-                    os.ftruncate(self._descriptor, self.size)
-        self.alive = False
-        self._close_descriptor()
-
-    def _close_descriptor(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            with suppress(OSError):  # a network file system may report write errors only at close
-                os.close(descriptor)
+            except OSError as error:
+                self._end(error)
+        self._end()
 
     def __enter__(self) -> StatisticsWriter:
         return self
@@ -140,13 +135,9 @@ class StatisticsWriter:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
-            self._close_descriptor()
 
-
-def _write_all(descriptor: int, data: bytes) -> None:
+def _write_all(file: FileIO, data: bytes) -> None:
     """Write all bytes; a nearly full disk accepts a part first, and then raises."""
-    done = os.write(descriptor, data)
+    done = file.write(data)
     while done < len(data):
-        done += os.write(descriptor, data[done:])
+        done += file.write(data[done:])

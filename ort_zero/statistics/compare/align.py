@@ -79,27 +79,22 @@ class PairedTables:
 
 def pair(a: Layout, b: Layout) -> Pairs:
     """Pair the rows of two tables by their keys."""
-    in_b = {key: row for row, key in enumerate(b.keys)}
-    row_a, row_b, missing = [], [], []
-    for row in a.sequence.tolist():
-        other = in_b.get(a.keys[row], -1)
-        if other < 0:
-            missing.append(row)
-        else:
-            row_a.append(row)
-            row_b.append(other)
-    rows_a, rows_b = np.array(row_a, np.int64), np.array(row_b, np.int64)
-    in_a = np.zeros(len(b.keys), bool)
-    in_a[rows_b] = True
-    extra = b.sequence[~in_a[b.sequence]]
-    new_value, reference = _references(a, b, rows_a, rows_b)
+    row_in_a, row_in_b = ({key: row for row, key in enumerate(layout.keys)} for layout in (a, b))
+    sequence_a, sequence_b = a.sequence.tolist(), b.sequence.tolist()
+    both = [(row, row_in_b[a.keys[row]]) for row in sequence_a if a.keys[row] in row_in_b]
+    rows_a, rows_b = np.array(both, np.int64).reshape(-1, 2).T
+    missing = np.array([row for row in sequence_a if a.keys[row] not in row_in_b], np.int64)
+    extra = np.array([row for row in sequence_b if b.keys[row] not in row_in_a], np.int64)
+    pair_of_a, pair_of_b = inverse(rows_a, len(a.keys)), inverse(rows_b, len(b.keys))
     measured_a, measured_b = a.measured[rows_a], b.measured[rows_b]
-    pair_of_a = inverse(rows_a, len(a.keys))
+    from_a, from_b = pair_of_a[measured_a], pair_of_b[measured_b]
+    numbers = np.arange(len(rows_a))
+    refers = (from_a == from_b) & (from_a >= 0) & (from_a != numbers)
     gradients = a.gradient[rows_a]
     backward = a.table.phase[rows_a] == Phase.BACKWARD
     # a gradient is the sum over all uses of a tensor: comparable if both runs measured the tensor in the same row
     forward_pair = np.where(backward, pair_of_a[a.forward[rows_a]], -1)
-    both_measured = (a.measured[rows_a] == rows_a) & (b.measured[rows_b] == rows_b)
+    both_measured = (measured_a == rows_a) & (measured_b == rows_b)
     partial = backward & (forward_pair >= 0) & ~both_measured[forward_pair]
     return Pairs(
         a=a,
@@ -108,12 +103,12 @@ def pair(a: Layout, b: Layout) -> Pairs:
         row_b=rows_b,
         measured_a=measured_a,
         measured_b=measured_b,
-        new_value=new_value,
-        reference=reference,
+        new_value=~refers,
+        reference=np.where(refers, from_a, numbers),
         comparable=(measured_a >= 0) & (measured_b >= 0) & ~partial,
         gradient=np.where(gradients >= 0, pair_of_a[gradients], -1),
-        missing=_without_partial(a, np.array(missing, np.int64), pair_of_a, both_measured),
-        extra=_without_partial(b, extra, inverse(rows_b, len(b.keys)), both_measured),
+        missing=_without_partial(a, missing, pair_of_a, both_measured),
+        extra=_without_partial(b, extra, pair_of_b, both_measured),
         reordered=_reordered(b, rows_a, rows_b, a.table.phase),
     )
 
@@ -131,14 +126,6 @@ def inverse(rows: np.ndarray, length: int) -> np.ndarray:
     pairs = np.full(length, -1, np.int64)
     pairs[rows] = np.arange(len(rows))
     return pairs
-
-
-def _references(a: Layout, b: Layout, row_a: np.ndarray, row_b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    pair_of_a, pair_of_b = inverse(row_a, len(a.keys)), inverse(row_b, len(b.keys))
-    numbers = np.arange(len(row_a))
-    from_a, from_b = pair_of_a[a.measured[row_a]], pair_of_b[b.measured[row_b]]
-    refers = (from_a == from_b) & (from_a >= 0) & (from_a != numbers)
-    return ~refers, np.where(refers, from_a, numbers)
 
 
 def _reordered(b: Layout, row_a: np.ndarray, row_b: np.ndarray, phases: np.ndarray) -> np.ndarray:

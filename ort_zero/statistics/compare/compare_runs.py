@@ -1,8 +1,9 @@
 """Compare two runs step by step, and name the first record whose error does not come from its inputs.
 
-Runs are streamed: one step of each rank is in memory at a time, and the errors of a dozen steps for the report.
+Runs are streamed: one step of each rank is in memory at a time, and a dozen steps without sketches for the report.
 :mod:`.side_by_side` reads a step, and :mod:`.rank_comparison` compares it. The resulting
-:class:`~.step_comparison.StepComparison` goes to :mod:`.first_divergence`, to the counts here and to :mod:`.series`.
+:class:`~.rank_comparison.StepComparison` goes to :mod:`.first_divergence`. From then on its tolerances tell the records
+that differ: in the counts, the text, the JSON and the report.
 """
 
 from __future__ import annotations
@@ -13,23 +14,26 @@ from typing import Literal
 import numpy as np
 
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.compare.comparison import KINDS, Comparison, Difference, FirstDivergence, Series
-from ort_zero.statistics.compare.compatibility import common_steps, notes_on, notes_on_reference
-from ort_zero.statistics.compare.differences import difference_of
-from ort_zero.statistics.compare.distance import KIND_NAMES, SAME
+from ort_zero.statistics.compare.compared_records import StepRecords, record_of
+from ort_zero.statistics.compare.comparison import KINDS, ComparedRecord, Comparison, FirstDivergence
+from ort_zero.statistics.compare.distance import KIND_NAMES
 from ort_zero.statistics.compare.first_divergence import find_divergence, no_divergence
+from ort_zero.statistics.compare.notes import common_steps, notes_on_reference, notes_on_runs, notes_on_structure
 from ort_zero.statistics.compare.optimizer_update import find_update_divergence
-from ort_zero.statistics.compare.rank_comparison import RankComparison, compare_ranks
-from ort_zero.statistics.compare.series import series_of
+from ort_zero.statistics.compare.rank_comparison import RankComparison, StepComparison
 from ort_zero.statistics.compare.side_by_side import side_by_side
-from ort_zero.statistics.compare.step_comparison import StepComparison
-from ort_zero.statistics.compare.structure_notes import note_on_parameters, notes_on_samples, structure_notes
 from ort_zero.statistics.reader import Run, open_run
+from ort_zero.statistics.records import Phase
 
 MAX_DIFFERENCES = 1000
 MAX_STEPS = 12
 """Maximum number of steps whose errors are kept for the report; three of them are the step of the first divergence and
 its neighbours."""
+
+_WITHOUT_PARAMETERS = (
+    "parameters were not collected: after step 0, only errors much larger than slightly different parameters cause are "
+    "found"
+)
 
 
 def compare(
@@ -59,7 +63,7 @@ def compare_runs(
 ) -> Comparison:
     """Compare two open runs; for the arguments see :func:`compare`."""
     steps = common_steps(a, b)
-    notes = [*a.notes, *b.notes, *notes_on(a, b, steps)]
+    notes = [*a.notes, *b.notes, *notes_on_runs(a, b, steps)]
     runs = [a, b]
     if reference is not None:
         notes += notes_on_reference(a, reference, steps)
@@ -69,7 +73,7 @@ def compare_runs(
     ranks = [RankComparison(number, a.info.dtype != b.info.dtype, tolerance) for number in numbers]
     result = _Result(tolerance, steps)
     for tables in side_by_side(runs, numbers, steps, progress):
-        result.add(compare_ranks(ranks, tables), ranks)
+        result.add([rank.compare(*of_rank) for rank, of_rank in zip(ranks, tables)], ranks)
     return result.comparison(a, b, str(rtol), notes)
 
 
@@ -84,33 +88,34 @@ class _Result:
     def __init__(self, rtol: float | None, steps: tuple[int, ...]):
         self.rtol, self.steps = rtol, steps
         self.divergence: FirstDivergence | None = None
+        self.first: ComparedRecord | None = None
+        """The record of the first divergence."""
         self.pair = -1
-        """Number of the pair of the first divergence; -1 before."""
+        """Number of the pair of this record in its step; -1 before."""
         self.parameter_error = 0.0
         """Relative error of the parameters when the runs diverged; a larger error later is a consequence."""
         self.records = 0
         self.counts: Counter[str] = Counter()
-        self.differences: list[Difference] = []
+        self.differences: list[ComparedRecord] = []
         self.notes: dict[str, str] = {}
         """The first note of each kind."""
-        self.series: dict[int, list[Series]] = {}
+        self.series: dict[int, list[StepRecords]] = {}
         self._planned = _evenly_spaced(steps)
         self._last: list[StepComparison] = []
-        """The comparisons of the previous step, without sketches."""
+        """The previous step."""
 
     def add(self, compared: list[StepComparison], ranks: list[RankComparison]) -> None:
         """Add the comparison of one step on all ranks."""
-        diverged_before = self.divergence is not None
-        if not diverged_before:
+        if self.divergence is None:
             self._look_for_divergence(compared, ranks)
-        for one in compared:
-            self._note_structure(one)
-            self._count_differences(one, 0 if diverged_before else self.pair)
-        slim = [one.without_sketches() for one in compared]
-        self._keep_series(slim, diverged_before)
         for rank, one in zip(ranks, compared):
             rank.remember(one)
-        self._last = slim
+        settled = [self._settled(one) for one in compared]
+        for one in settled:
+            self._note_structure(one)
+            self._count_differences(one)
+        self._keep_series(settled)
+        self._last = settled
 
     def _look_for_divergence(self, compared: list[StepComparison], ranks: list[RankComparison]) -> None:
         divergence = None
@@ -120,83 +125,50 @@ class _Result:
         divergence = divergence or find_divergence(compared, self.rtol)
         if divergence:
             self.divergence, self.pair = divergence
+            self.first = self.divergence.difference
             self.parameter_error = compared[0].growth.total if not compared[0].is_first else 0.0
 
-    # -- counts -----------------------------------------------------------------------------------------------------
+    def _settled(self, step: StepComparison) -> StepComparison:
+        """Return a comparison without sketches whose tolerances alone tell the records that differ.
+
+        Up to the first divergence no record differs: an error that :mod:`.local_errors` excuses is tolerated. Later
+        records inherit the divergence. Their tolerance is that of runs whose parameters differ as before.
+        """
+        tolerance = np.maximum(step.tolerance, step.distances.error)
+        if self.first is not None:
+            begin = self.pair if step.step == self.first.step else 0
+            later = step.tolerance if self.rtol is not None else step.tolerance_of_undiverged(self.parameter_error)
+            tolerance[begin:] = later[begin:]
+            if (step.step, step.rank) == (self.first.step, self.first.rank):
+                tolerance[self.pair] = self.first.tolerance
+        return step.without_sketches().with_tolerance(slice(None), tolerance)
 
     def _note_structure(self, step: StepComparison) -> None:
         self.records += len(step.pairs)
-        for note in structure_notes(step):
-            if note.count:
-                self.counts[note.kind] += note.count
-                self.notes.setdefault(note.kind, note.text)
-        for note in (*notes_on_samples(step), *(note_on_parameters(step) if self.rtol is None else ())):
-            self.notes.setdefault(note.kind, note.text)
+        for kind, count, text in notes_on_structure(step):
+            self.counts[kind] += count
+            self.notes.setdefault(kind, text)
+        if self.rtol is None and step.step and not (step.pairs.phase == Phase.PARAMETER).any():
+            self.notes.setdefault("parameters", _WITHOUT_PARAMETERS)
 
-    def _count_differences(self, step: StepComparison, begin: int) -> None:
-        if self.divergence is None:
-            return
-        over = self._over(step)
-        over[:begin] = False
-        tolerance = self._tolerance(step)
-        slim = step.without_sketches()
-        for number in np.flatnonzero(over).tolist():
+    def _count_differences(self, step: StepComparison) -> None:
+        for number in np.flatnonzero(step.distances.error > step.tolerance).tolist():
             self.counts[KIND_NAMES[step.distances.kind[number]]] += 1
             if len(self.differences) < MAX_DIFFERENCES:
-                self.differences.append(difference_of(slim, number, float(tolerance[number])))
+                self.differences.append(record_of(step, number))
 
-    def _over(self, step: StepComparison) -> np.ndarray:
-        """Return True for the pairs that differ, among them the pair of the first divergence."""
-        over = (step.distances.error > self._tolerance(step)) & (step.distances.kind != SAME)
-        first = self.divergence.difference if self.divergence is not None else None
-        if first is not None and (first.step, first.rank) == (step.step, step.rank):
-            over[self.pair] = True
-        return over
-
-    def _tolerance(self, step: StepComparison) -> np.ndarray:
-        if self.rtol is not None:
-            return step.tolerance
-        return step.tolerance_of_undiverged(self.parameter_error if self.divergence is not None else step.growth.total)
-
-    # -- series -----------------------------------------------------------------------------------------------------
-
-    def _keep_series(self, compared: list[StepComparison], diverged_before: bool) -> None:
-        """Keep the errors of planned steps, of the first divergence's step and of its two neighbours."""
-        diverges = self.divergence is not None and not diverged_before
-        if diverges:
-            self._add_series(self._last)
-        first = self._first_step()
-        follows = diverged_before and bool(self._last) and self._last[0].step == first
-        if compared[0].step in self._planned or diverges or follows:
-            self._add_series(compared)
-
-    def _add_series(self, compared: list[StepComparison]) -> None:
-        if compared and compared[0].step not in self.series:
-            self.series[compared[0].step] = [
-                series
-                for one in compared
-                for series in series_of(one, self._tolerance(one), self._over_from_divergence_on(one))
-            ]
-
-    def _over_from_divergence_on(self, step: StepComparison) -> np.ndarray:
-        first = self._first_step()
-        if first is None or step.step < first:
-            return np.zeros(len(step.pairs), bool)
-        over = self._over(step)
-        if step.step == first:
-            over[: self.pair] = False
-        return over
-
-    def _first_step(self) -> int | None:
-        """Return the step of the first divergence, None if there is none."""
-        return self.divergence.difference.step if self.divergence and self.divergence.difference else None
-
-    # -- result -----------------------------------------------------------------------------------------------------
+    def _keep_series(self, settled: list[StepComparison]) -> None:
+        """Keep the records of planned steps, of the first divergence's step and of its two neighbours."""
+        neighbours = {of_step[0].step for of_step in (self._last, settled) if of_step}
+        if self.first is not None and self.first.step in neighbours:
+            self._planned |= neighbours
+        for of_step in (self._last, settled):
+            if of_step and of_step[0].step in self._planned:
+                self.series.setdefault(of_step[0].step, [StepRecords(one) for one in of_step])
 
     def comparison(self, a: Run, b: Run, rtol: str, notes: list[str]) -> Comparison:
         """Return the comparison of all added steps."""
-        step = self._first_step()
-        first = self.steps.index(self.steps[0] if step is None else step)
+        first = self.steps.index(self.first.step if self.first else self.steps[0])
         around = sorted(self.series, key=lambda step: (abs(self.steps.index(step) - first) > 1, step))
         return Comparison(
             a=a.info,
@@ -208,13 +180,13 @@ class _Result:
             counts={kind: self.counts[kind] for kind in KINDS if self.counts[kind]},
             differences=self.differences,
             notes=[*notes, *self.notes.values()],
-            series=[series for step in around for series in self.series[step]],
+            series=[records for step in around for records in self.series[step] if len(records)],
         )
 
 
-def _evenly_spaced(steps: tuple[int, ...]) -> frozenset[int]:
+def _evenly_spaced(steps: tuple[int, ...]) -> set[int]:
     """Return the steps for the report: all steps of a short run, else evenly spaced steps with room for three more."""
     if len(steps) <= MAX_STEPS:
-        return frozenset(steps)
+        return set(steps)
     indices = np.linspace(0, len(steps) - 1, min(len(steps), MAX_STEPS - 3)).round().astype(int)
-    return frozenset(steps[index] for index in indices)
+    return {steps[index] for index in indices}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,8 @@ KINDS = ("missing", "extra", "reordered", "shape", "dtype", "nan", "numeric")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One record that differs by more than its tolerance."""
+class ComparedRecord:
+    """One record of both runs."""
 
     step: int
     rank: int
@@ -25,15 +25,16 @@ class Difference:
     tensor: str
     """Kind and slot of the tensor, or a parameter's name: ``"output[0]"``, ``"input.hidden_states"``, ``"weight"``."""
     kind: str
-    """Kind of the difference, one of :data:`KINDS`."""
+    """Kind of the difference, one of :data:`KINDS`; empty if the record does not differ."""
     error: float
     """l2 norm of the difference of the tensors, relative to the larger norm; NaN if the difference has no norm."""
     tolerance: float
+    """The record differs if, and only if, its error is larger."""
     inherited: float
     """Largest relative error among the inputs of the computation."""
-    a: Mapping[str, Any] | None
+    a: Mapping[str, Any]
     """Shape, dtype and statistics in the first run."""
-    b: Mapping[str, Any] | None
+    b: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,28 +48,10 @@ class FirstDivergence:
     direction: str = ""
     """``"forward"``, ``"backward"``, ``"input"`` (the runs got different data) or ``"update"`` (parameters changed
     differently from one step to the next)."""
-    difference: Difference | None = None
+    difference: ComparedRecord | None = None
     """The first record whose error does not come from its inputs."""
     text: str = ""
     """The divergence described in one or two sentences."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
-    """The errors of one step, rank and phase, in execution order; the lists have one item for each record."""
-
-    step: int
-    rank: int
-    phase: Phase
-    modules: list[str]
-    """Path of each record's module, with the number of the call, ``#2``, if the module is called several times."""
-    tensors: list[str]
-    errors: list[float]
-    tolerances: list[float]
-    kinds: list[str]
-    """Kind of each record's difference; an empty string where the record does not differ."""
-    a: list[Mapping[str, Any] | None]
-    b: list[Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +70,10 @@ class Comparison:
     """Number of pairs of records that were compared."""
     counts: Mapping[str, int]
     """Number of records that differ, by kind of difference."""
-    differences: list[Difference]
+    differences: list[ComparedRecord]
     """The first differences in execution order, at most 1,000."""
     notes: list[str] = field(default_factory=list)
     """Remarks for the user: harmless records that only one run has, ranks left out, cut files."""
-    series: list[Series] = field(default_factory=list)
-    """Errors of at most a dozen steps for the report; the steps around the first divergence come first."""
+    series: list[Sequence[ComparedRecord]] = field(default_factory=list)
+    """All records of at most a dozen steps for the report, one sequence for each step and rank, in order of execution;
+    the steps around the first divergence come first."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ort_zero.statistics.compare.align import PairedTables
@@ -32,51 +30,6 @@ _SOME_ZEROS = 0.005
 """Share of zeros in a gradient from which a ReLU or maximum is assumed in the module."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Step:
-    """One step of two runs, with the result arrays `condition` and `amplification` to be filled."""
-
-    dataflow: Dataflow
-    limits: Limits
-    tables: PairedTables
-    parameters_differ: bool
-    norm: np.ndarray
-    """The larger of the two l2 norms of each pair, of whole tensors.
-
-    Errors are relative to the larger norm: zeros in place of values are not a rounding error.
-    """
-    elements: np.ndarray
-    """Number of elements of the whole tensors."""
-    usable: np.ndarray
-    """False where the size of a value has no meaning: for masks, integers and booleans."""
-    bare: np.ndarray
-    """True for each frame without parameters."""
-    condition: np.ndarray
-    amplification: np.ndarray
-
-    @property
-    def root(self) -> np.ndarray:
-        """Square root of the number of elements of each pair."""
-        return np.sqrt(self.elements)
-
-    def inner(self) -> np.ndarray:
-        """Return the pairs of the forward phase that a frame computed."""
-        forward = self.dataflow.forward
-        return forward[self.dataflow.frame[forward] >= 0]
-
-    def with_gradient(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pairs of the forward phase that have a gradient, and the pairs of their gradients."""
-        gradients = self.tables.pairs.gradient[self.dataflow.forward]
-        return self.dataflow.forward[gradients >= 0], gradients[gradients >= 0]
-
-    def norms_of_gradients(self) -> np.ndarray:
-        """Return for each pair of the forward phase the norm of its gradient, 0 for pairs without a gradient."""
-        values, gradients = self.with_gradient()
-        norms = np.zeros(len(self.norm))
-        norms[values] = self.norm[gradients]
-        return norms
-
-
 def conditions_of(dataflow: Dataflow, limits: Limits, tables: PairedTables, *, parameters_differ: bool) -> Conditions:
     """Compute the error growth of each pair from the sizes of the values of a step.
 
@@ -87,148 +40,144 @@ def conditions_of(dataflow: Dataflow, limits: Limits, tables: PairedTables, *, p
         parameters_differ: the runs have different parameters. Errors from parameters are systematic and show in all
             small results; rounding errors are random and show only where much larger values cancel.
     """
-    step = _step(dataflow, limits, tables, parameters_differ)
-    _set_forward(step)
-    _set_gradients(step)
-    _set_returned(step)
-    _set_parameter_gradients(step)
-    if parameters_differ:
-        step.condition[:] *= LATER
+    step = _Step(dataflow, limits, tables, parameters_differ)
+    step.set_forward()
+    step.set_gradients()
+    step.set_returned()
+    step.set_parameter_gradients()
     return Conditions(
         exact=limits.exact,
-        condition=step.condition,
+        condition=step.condition * (LATER if parameters_differ else 1.0),
         amplification=step.amplification,
-        systematic=_systematic(step),
+        systematic=step.systematic(),
         epsilon=limits.epsilon,
-        jumps=_jumps(step),
+        jumps=step.jumps(),
     )
 
 
-def _step(dataflow: Dataflow, limits: Limits, tables: PairedTables, parameters_differ: bool) -> _Step:
-    pairs, a = tables.pairs, tables.a
-    rows = pairs.measured_a
-    scale = tables.unsampled()
-    norm = tables.larger_norm() * scale
-    usable = ~limits.exact & (norm < _LARGEST_NORM)
-    # a tensor of zeros and negative values is a mask for attention scores, whose size has no meaning
-    usable &= ~((a.max[rows] <= 0) & (a.zero[rows] > 0) & (pairs.phase == Phase.FORWARD))
-    bare = np.ones(dataflow.frames, bool)
-    bare[dataflow.owners.frame] = False
-    return _Step(
-        dataflow=dataflow,
-        limits=limits,
-        tables=tables,
-        parameters_differ=parameters_differ,
-        norm=norm,
-        elements=np.maximum(a.elements[rows], 1) * scale**2,
-        usable=usable,
-        bare=bare,
-        condition=np.ones(len(pairs)),
-        amplification=np.full(len(pairs), LEAF),
-    )
+class _Step:
+    """The sizes of the values of one step, from which its methods set `condition` and `amplification` of each pair."""
 
+    def __init__(self, dataflow: Dataflow, limits: Limits, tables: PairedTables, parameters_differ: bool):
+        self.dataflow, self.limits, self.tables, self.parameters_differ = dataflow, limits, tables, parameters_differ
+        self.pairs, self.a = tables.pairs, tables.a
+        rows, scale = self.pairs.measured_a, tables.unsampled()
+        self.norm = tables.larger_norm() * scale
+        """The larger of the two l2 norms of each pair, of whole tensors: zeros in place of values are no rounding
+        error."""
+        self.elements = np.maximum(self.a.elements[rows], 1) * scale**2
+        """Number of elements of the whole tensors."""
+        # a tensor of zeros and negative values is a mask for attention scores
+        masks = (self.a.max[rows] <= 0) & (self.a.zero[rows] > 0) & (self.pairs.phase == Phase.FORWARD)
+        self.usable = ~limits.exact & (self.norm < _LARGEST_NORM) & ~masks
+        """False where the size of a value has no meaning: for masks, integers and booleans."""
+        self.bare = np.ones(dataflow.frames, bool)
+        """True for each frame without parameters."""
+        self.bare[dataflow.owners.frame] = False
+        self.condition = np.ones(len(self.pairs))
+        self.amplification = np.full(len(self.pairs), LEAF)
+        values, gradients = dataflow.with_gradient()
+        self.norm_of_gradient = np.zeros(len(self.pairs))
+        """For each pair of the forward phase the norm of its gradient, 0 for pairs without a gradient."""
+        self.norm_of_gradient[values] = self.norm[gradients]
 
-def _set_forward(step: _Step) -> None:
-    """Set the condition and amplification of values that frames computed."""
-    dataflow, a = step.dataflow, step.tables.a
-    rows, compound = step.tables.pairs.measured_a, step.limits.compound
-    inner = step.inner()
-    frame = dataflow.frame[inner]
-    around = dataflow.largest_readable(np.where(step.usable, step.norm / step.root, 0.0))
-    ratio = _ratio(around[frame], step.norm[inner] / step.root[inner])
-    step.condition[inner] = ratio if step.parameters_differ else np.maximum(ratio / CANCELLATION, 1.0)
-    step.condition[inner] *= np.where(compound, 1.0, _offsets(step))[frame]
-    extent = np.maximum(np.abs(a.min[rows]), np.abs(a.max[rows]))
-    extent = np.where(step.usable & np.isfinite(extent), extent, 0.0)
-    by_input = np.clip(dataflow.largest_input(extent) / _LARGE_INPUT, 1.0, COMPOUND / LEAF)
-    of_leaf = LEAF * np.where(step.bare, by_input, 1.0)
-    of_compound = LEAF * np.clip(dataflow.largest_readable(extent) ** 2, 1.0, COMPOUND / LEAF)
-    step.amplification[inner] = np.where(compound, of_compound, of_leaf)[frame]
+    def set_forward(self) -> None:
+        """Set the condition and amplification of values that frames computed."""
+        dataflow, a = self.dataflow, self.a
+        rows, compound = self.pairs.measured_a, self.limits.compound
+        inner, root = dataflow.inner(), np.sqrt(self.elements)
+        frame = dataflow.frame[inner]
+        around = dataflow.largest_readable(np.where(self.usable, self.norm / root, 0.0))
+        ratio = _ratio(around[frame], self.norm[inner] / root[inner])
+        self.condition[inner] = ratio if self.parameters_differ else np.maximum(ratio / CANCELLATION, 1.0)
+        self.condition[inner] *= np.where(compound, 1.0, self._offsets())[frame]
+        extent = np.maximum(np.abs(a.min[rows]), np.abs(a.max[rows]))
+        extent = np.where(self.usable & np.isfinite(extent), extent, 0.0)
+        by_input = np.clip(dataflow.largest_input(extent) / _LARGE_INPUT, 1.0, COMPOUND / LEAF)
+        of_leaf = LEAF * np.where(self.bare, by_input, 1.0)
+        of_compound = LEAF * np.clip(dataflow.largest_readable(extent) ** 2, 1.0, COMPOUND / LEAF)
+        self.amplification[inner] = np.where(compound, of_compound, of_leaf)[frame]
 
+    def _offsets(self) -> np.ndarray:
+        """Return for each frame the condition of the variance of its inputs.
 
-def _offsets(step: _Step) -> np.ndarray:
-    """Return for each frame the condition of the variance of its inputs.
+        The condition is 1 + mean^2 / variance if the variance is computed from sums of x and x^2, as in ONNX Runtime
+        (Higham, section 1.9).
+        """
+        pairs, a = self.pairs, self.a
+        taken, frames = self.dataflow.inputs
+        rows = pairs.measured_a[pairs.reference[taken]]
+        mean, deviation = np.nan_to_num(a.mean[rows]), np.nan_to_num(a.std[rows])
+        usable = self.usable[pairs.reference[taken]] & (deviation > 0)
+        offset = np.divide(mean, deviation, out=np.zeros(len(rows)), where=usable) ** 2
+        conditions = np.ones(self.dataflow.frames)
+        np.maximum.at(conditions, frames, np.minimum(1 + offset, _LARGEST_OFFSET))
+        return conditions
 
-    The condition is 1 + mean^2 / variance if the variance is computed from sums of x and x^2, as in ONNX Runtime
-    (Higham, section 1.9).
-    """
-    pairs, a = step.tables.pairs, step.tables.a
-    taken, frames = step.dataflow.inputs()
-    rows = pairs.measured_a[pairs.reference[taken]]
-    mean, deviation = np.nan_to_num(a.mean[rows]), np.nan_to_num(a.std[rows])
-    usable = step.usable[pairs.reference[taken]] & (deviation > 0)
-    offset = np.divide(mean, deviation, out=np.zeros(len(rows)), where=usable) ** 2
-    conditions = np.ones(step.dataflow.frames)
-    np.maximum.at(conditions, frames, np.minimum(1 + offset, _LARGEST_OFFSET))
-    return conditions
+    def set_gradients(self) -> None:
+        """Set the condition and amplification of gradients of activations."""
+        values, gradients = self.dataflow.with_gradient()
+        incoming = self.dataflow.largest_gradient(self.norm_of_gradient)
+        reaching = self.dataflow.largest_around(incoming)
+        self.condition[gradients] = _ratio(reaching[values], self.norm[gradients])
+        self.amplification[gradients] = BACKWARD
 
+    def set_returned(self) -> None:
+        """Set the condition and amplification of gradients of the model's outputs, which come from a loss outside.
 
-def _set_gradients(step: _Step) -> None:
-    """Set the condition and amplification of gradients of activations."""
-    values, gradients = step.with_gradient()
-    incoming = step.dataflow.largest_gradient(step.norms_of_gradients())
-    reaching = step.dataflow.largest_around(incoming)
-    step.condition[gradients] = _ratio(reaching[values], step.norm[gradients])
-    step.amplification[gradients] = BACKWARD
+        The gradient of a mean cross entropy is the difference of two distributions, each of norm 1 at most, divided by
+        the number of rows. Where the distributions nearly agree, the difference is mostly rounding errors.
+        """
+        pairs = self.pairs
+        gradients = pairs.gradient[self.dataflow.returned]
+        gradients = gradients[gradients >= 0]
+        shapes = [pairs.a.table.shape[row] for row in pairs.row_a[gradients].tolist()]
+        last = np.array([max(shape[-1], 1) if shape else 1 for shape in shapes])
+        rows = np.maximum(self.elements[gradients] / np.maximum(last, 1), 1.0)
+        of_loss = _ratio(np.sqrt(2.0 / rows), self.norm[gradients])
+        self.condition[gradients] = np.maximum(self.condition[gradients], of_loss)
+        self.amplification[gradients] = COMPOUND
 
+    def set_parameter_gradients(self) -> None:
+        """Set the condition and amplification of gradients of parameters: sums over rows of gradients times inputs.
 
-def _set_returned(step: _Step) -> None:
-    """Set the condition and amplification of the gradients of the model's outputs, which come from the loss outside.
+        The exact sum may be 0 and the computed sum a rounding error: for the bias of attention's keys, or a bias before
+        a batch normalization.
+        """
+        pairs, dataflow = self.pairs, self.dataflow
+        of_gradients = self.norm_of_gradient
+        last = np.array([shape[-1] if shape else 1 for shape in pairs.a.table.shape])[pairs.row_a]
+        rows = np.sqrt(self.elements / np.maximum(last, 1))
+        summed = dataflow.largest_gradient(of_gradients * rows)
+        plain = dataflow.largest_gradient(of_gradients)
+        value = dataflow.largest_readable(np.where(self.usable, self.norm, 0.0))
+        owners = dataflow.owners_of_gradients()
+        terms = np.maximum(summed[owners.frame], plain[owners.frame] * value[owners.frame])
+        np.maximum.at(self.condition, owners.pair, _ratio(terms, self.norm[owners.pair]))
+        self.amplification[pairs.phase == Phase.PARAMETER_GRADIENT] = PARAMETER_GRADIENT
 
-    The gradient of a mean cross entropy is the difference of two distributions, each of norm 1 at most, divided by the
-    number of rows. Where the distributions nearly agree, the difference is mostly rounding errors.
-    """
-    pairs = step.tables.pairs
-    gradients = pairs.gradient[step.dataflow.returned]
-    gradients = gradients[gradients >= 0]
-    shapes = [pairs.a.table.shape[row] for row in pairs.row_a[gradients].tolist()]
-    last = np.array([max(shape[-1], 1) if shape else 1 for shape in shapes])
-    rows = np.maximum(step.elements[gradients] / np.maximum(last, 1), 1.0)
-    of_loss = _ratio(np.sqrt(2.0 / rows), step.norm[gradients])
-    step.condition[gradients] = np.maximum(step.condition[gradients], of_loss)
-    step.amplification[gradients] = COMPOUND
+    def jumps(self) -> np.ndarray:
+        """Return True for gradients that may jump when an input changes slightly: of ReLU at 0, of a maximum."""
+        pairs, a, b = self.pairs, self.a, self.tables.b
+        values, gradients = self.dataflow.with_gradient()
+        zeros = np.minimum(a.zero[pairs.measured_a], b.zero[pairs.measured_b])
+        zeros = zeros / np.maximum(a.elements[pairs.measured_a], 1)
+        single = self.dataflow.largest_around((self.bare & ~self.limits.compound).astype(float))[values] > 0
+        jumps = np.zeros(len(pairs), bool)
+        jumps[gradients] = (zeros[gradients] > _SOME_ZEROS) | (
+            single & (self.limits.epsilon[gradients] <= EPSILON["float32"])
+        )
+        return jumps
 
-
-def _set_parameter_gradients(step: _Step) -> None:
-    """Set the condition and amplification of gradients of parameters: sums over rows of gradients times inputs.
-
-    The exact sum may be 0 and the computed sum a rounding error: for the bias of attention's keys, or a bias before a
-    batch normalization.
-    """
-    pairs, dataflow = step.tables.pairs, step.dataflow
-    of_gradients = step.norms_of_gradients()
-    last = np.array([shape[-1] if shape else 1 for shape in pairs.a.table.shape])[pairs.row_a]
-    rows = np.sqrt(step.elements / np.maximum(last, 1))
-    summed = dataflow.largest_gradient(of_gradients * rows)
-    plain = dataflow.largest_gradient(of_gradients)
-    value = dataflow.largest_readable(np.where(step.usable, step.norm, 0.0))
-    owners = dataflow.owners_of_gradients()
-    terms = np.maximum(summed[owners.frame], plain[owners.frame] * value[owners.frame])
-    np.maximum.at(step.condition, owners.pair, _ratio(terms, step.norm[owners.pair]))
-    step.amplification[pairs.phase == Phase.PARAMETER_GRADIENT] = PARAMETER_GRADIENT
-
-
-def _jumps(step: _Step) -> np.ndarray:
-    """Return True for gradients that may jump when an input changes slightly: of ReLU at 0, of a maximum in a pool."""
-    pairs, a, b = step.tables.pairs, step.tables.a, step.tables.b
-    values, gradients = step.with_gradient()
-    zeros = np.minimum(a.zero[pairs.measured_a], b.zero[pairs.measured_b])
-    zeros = zeros / np.maximum(a.elements[pairs.measured_a], 1)
-    single = step.dataflow.largest_around((step.bare & ~step.limits.compound).astype(float))[values] > 0
-    jumps = np.zeros(len(pairs), bool)
-    jumps[gradients] = (zeros[gradients] > _SOME_ZEROS) | (
-        single & (step.limits.epsilon[gradients] <= EPSILON["float32"])
-    )
-    return jumps
-
-
-def _systematic(step: _Step) -> np.ndarray:
-    """Return True for values that one operator computed from equal parameters."""
-    inner, limits = step.inner(), step.limits
-    systematic = np.zeros(len(step.norm), bool)
-    of_one_operator = ~limits.compound[step.dataflow.frame[inner]]
-    systematic[inner] = of_one_operator & (limits.epsilon[inner] <= EPSILON["float32"]) & (not step.parameters_differ)
-    return systematic & ~limits.exact
+    def systematic(self) -> np.ndarray:
+        """Return True for values that one operator computed from equal parameters."""
+        inner, limits = self.dataflow.inner(), self.limits
+        systematic = np.zeros(len(self.norm), bool)
+        of_one_operator = ~limits.compound[self.dataflow.frame[inner]]
+        systematic[inner] = (
+            of_one_operator & (limits.epsilon[inner] <= EPSILON["float32"]) & (not self.parameters_differ)
+        )
+        return systematic & ~limits.exact
 
 
 def _ratio(parts: np.ndarray, result: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Find the inputs of each value of a step, as index arrays.
+"""Find the inputs of each value of a step, and the largest error among them: the error that the value inherits.
 
 A *frame* is the code of one module call that runs between the calls of its children; frames are numbered by call.
 A frame computes a value from the inputs of the call, the outputs of the children that ran earlier, and the parameters
@@ -8,7 +8,7 @@ of the module. Gradients flow the other way, through every frame that can use th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,133 +16,98 @@ from ort_zero.statistics.compare.align import Pairs
 from ort_zero.statistics.compare.layout import INPUT, INSPECT, OUTPUT
 from ort_zero.statistics.records import Phase
 
-_STRIDE = 16.0
-"""Offset between the values of neighbouring frames, larger than any error: with the offsets, one running maximum over
-all frames restarts at each frame."""
 _MAX_SIBLINGS = 8
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FrameEntries:
-    """The pairs in frames, ordered by frame and then by time."""
+class Value(NamedTuple):
+    """One pair of the forward phase."""
 
-    frame: np.ndarray
-    order: np.ndarray
+    pair: int
+    reference: int
+    """The first pair with the same tensor."""
+    frame: int
+    """The frame whose code computed the value; -1 for the model's inputs."""
+    readers: tuple[int, ...]
+    """The frames that can read the value from here on."""
+    user: int
+    """The frame that can use the tensor here: its gradient flows through the frame."""
+    is_new: bool
+    """The frame computed the tensor here: an input of a child, or an output."""
+    is_passed: bool
+    """The frame passed a tensor that it computed to a child."""
+    is_further: bool
+    """A new output of a call after the first output, such as attention's weights: values that the call computed before
+    the call returned may depend on it."""
+
+
+class Links(NamedTuple):
+    """Pairs and frames that belong together: two arrays of one length."""
+
     pair: np.ndarray
+    frame: np.ndarray
 
     @classmethod
-    def of(cls, *parts: tuple[np.ndarray, np.ndarray, np.ndarray]) -> FrameEntries:
-        """Merge several (frames, orders, pairs) into ordered entries."""
-        frame, order, pair = (np.concatenate(columns) for columns in zip(*parts))
-        by_time = np.lexsort((order, frame))
-        return cls(frame[by_time], order[by_time], pair[by_time])
+    def of(cls, links: list[tuple[int, int]]) -> Links:
+        """Return the links of a list of (pair, frame)."""
+        return cls(*np.array(links, np.int64).reshape(-1, 2).T)
 
-    def before(self, frames: np.ndarray, orders: np.ndarray) -> np.ndarray:
-        """Return for each query the index behind the last entry of its frame in `frames` and before its order."""
-        return self._search(frames, orders, "left")
-
-    def after(self, frames: np.ndarray, orders: np.ndarray) -> np.ndarray:
-        """Return for each query the index of the first entry of its frame in `frames` and after its order."""
-        return self._search(frames, orders, "right")
-
-    def _search(self, frames: np.ndarray, orders: np.ndarray, side: Literal["left", "right"]) -> np.ndarray:
-        span = 1 + max(int(self.order.max(initial=0)), int(orders.max(initial=0)))
-        return np.searchsorted(self.frame * span + self.order, frames * span + orders, side)
-
-    def running(self, values: np.ndarray) -> np.ndarray:
-        """Return for each entry the largest value among the entry and the earlier entries of its frame."""
-        lifted = self.frame * _STRIDE
-        return np.maximum.accumulate(values + lifted) - lifted if len(values) else values
-
-    def remaining(self, values: np.ndarray) -> np.ndarray:
-        """Return for each entry the largest value among the entry and the later entries of its frame."""
-        lifted = -self.frame * _STRIDE
-        return np.maximum.accumulate((values + lifted)[::-1])[::-1] - lifted if len(values) else values
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Uses:
-    """The tensors that frames can use; three arrays of one length."""
-
-    pair: np.ndarray
-    """The pair of the tensor."""
-    frame: np.ndarray
-    """The frame that can use the tensor."""
-    after: np.ndarray
-    """Index of the first entry among the computed values that can depend on the tensor."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FurtherOutputs:
-    """The outputs of calls after the first output, such as attention's weights.
-
-    Values that the call computed before it returned may depend on a further output.
-    """
-
-    pair: np.ndarray
-    last: np.ndarray
-    """For each output, the index behind the last entry of its call in ``Dataflow.computed_first``."""
-    siblings: np.ndarray
-    """[n, 2]: pairs of outputs of one call, each of which may be computed from the other."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Owners:
-    """The frames that use parameters: two arrays of one length."""
-
-    pair: np.ndarray
-    """The pair of a parameter or of its gradient."""
-    frame: np.ndarray
+    def largest_of_frames(self, count: int, values: np.ndarray) -> np.ndarray:
+        """Return for each of `count` frames the largest of `values`, a number for each pair; at least 0."""
+        largest = np.zeros(count)
+        np.maximum.at(largest, self.frame, values[self.pair])
+        return largest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataflow:
-    """The inputs of each value of a step, as index arrays."""
+    """The inputs of each value of a step."""
 
     pairs: Pairs
     frames: int
     """Number of frames in the step."""
+    values: list[Value]
+    """The pairs of the forward phase, in the order of time."""
     forward: np.ndarray
-    """Pairs of the forward phase, in the order of time."""
-    order: np.ndarray
-    """Order of each pair of the forward phase in its phase; -1 for other pairs."""
+    """The numbers of these pairs."""
     frame: np.ndarray
     """For each pair of the forward phase, the frame whose code computed it; -1 for the model's inputs."""
     frame_of_call: dict[int, int]
-    readable: FrameEntries
+    readable: Links
     """The values that a frame can read: its inputs, its children's outputs, values that it computed."""
-    computed: FrameEntries
-    """The new values that a frame computed: inputs of its children, and its outputs."""
-    computed_first: FrameEntries
-    """The new values that a frame computed, without further outputs."""
-    uses: Uses
-    """Every tensor in each frame that can use it, with `after` among :attr:`computed`."""
-    passed: Uses
-    """The values that frames computed and passed to children, with `after` among :attr:`computed_first`."""
+    inputs: Links
+    """The inputs of calls."""
+    computed: Links
+    """The new values that a frame computed."""
+    used: Links
+    """The tensors in each frame through which their gradients flow."""
     returned: np.ndarray
-    """The pairs that the model returns."""
-    further: FurtherOutputs
-    owners: Owners
+    """The pairs that the model returns; they are used outside of the model, where nothing is recorded."""
+    siblings: list[list[int]]
+    """Outputs of one call, each of which may be computed from the others."""
+    owners: Links
+    """Parameters and their gradients, in each frame that uses the parameter."""
+
+    def inner(self) -> np.ndarray:
+        """Return the pairs of the forward phase that a frame computed."""
+        return self.forward[self.frame[self.forward] >= 0]
+
+    def with_gradient(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pairs of the forward phase that have a gradient, and the pairs of their gradients."""
+        gradients = self.pairs.gradient[self.forward]
+        return self.forward[gradients >= 0], gradients[gradients >= 0]
 
     def largest_readable(self, values: np.ndarray) -> np.ndarray:
         """Return for each frame the largest of `values`, a number for each pair, over all tensors that it can read."""
-        return _largest(self.frames, self.readable.frame, values[self.pairs.reference][self.readable.pair])
+        return self.readable.largest_of_frames(self.frames, values[self.pairs.reference])
 
     def largest_input(self, values: np.ndarray) -> np.ndarray:
         """Return for each frame the largest of `values`, a number for each pair, over its inputs; at least 0."""
-        taken, frames = self.inputs()
-        return _largest(self.frames, frames, values[self.pairs.reference][taken])
-
-    def inputs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pairs that are inputs of calls, and the frames of those calls."""
-        taken = self.forward[self.pairs.kind[self.forward] == INPUT]
-        calls = self.pairs.a.table.call[self.pairs.row_a[taken]].tolist()
-        return taken, np.array([self.frame_of_call[call] for call in calls], int)
+        return self.inputs.largest_of_frames(self.frames, values[self.pairs.reference])
 
     def largest_around(self, of_frames: np.ndarray) -> np.ndarray:
         """Return for each pair the largest of `of_frames`, a number for each frame, over the frames that can use it."""
-        largest = _largest(len(self.pairs), self.uses.pair, of_frames[self.uses.frame])
-        np.maximum.at(largest, self.passed.pair, of_frames[self.passed.frame])
+        largest = np.zeros(len(self.pairs))
+        np.maximum.at(largest, self.used.pair, of_frames[self.used.frame])
         return largest
 
     def largest_gradient(self, of_gradients: np.ndarray) -> np.ndarray:
@@ -153,87 +118,74 @@ class Dataflow:
         Args:
             of_gradients: a number for the gradient of each pair of the forward phase.
         """
-        largest = _largest(self.frames, self.computed.frame, of_gradients[self.computed.pair])
+        largest = self.computed.largest_of_frames(self.frames, of_gradients)
         outputs = self.forward[self.pairs.kind[self.forward] == OUTPUT]
         np.maximum.at(largest, self.frame[outputs], of_gradients[self.pairs.reference[outputs]])
         return largest
 
-    def owners_of_gradients(self) -> Owners:
+    def owners_of_gradients(self) -> Links:
         """Return the frames that use each parameter, with the pairs of the parameters' gradients."""
         at = self.pairs.phase[self.owners.pair] == Phase.PARAMETER_GRADIENT
-        return Owners(self.owners.pair[at], self.owners.frame[at])
-
-
-def _largest(length: int, indices: np.ndarray, values: np.ndarray) -> np.ndarray:
-    largest = np.zeros(length)
-    np.maximum.at(largest, indices, values)
-    return largest
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Positions:
-    """The order and the frames of the values of the forward phase; arrays over all pairs, -1 for other phases."""
-
-    pairs: Pairs
-    forward: np.ndarray
-    """The pairs of the forward phase."""
-    frame_of_call: dict[int, int]
-    order: np.ndarray
-    inside: np.ndarray
-    """The frame of the call that takes or returns the value."""
-    outside: np.ndarray
-    """The frame of the enclosing call."""
-    frame: np.ndarray
-    """The frame whose code computed the value."""
-
-    def select(self, condition: np.ndarray) -> np.ndarray:
-        """Return the pairs of the forward phase for which a condition holds."""
-        return np.flatnonzero((self.order >= 0) & condition)
+        return Links(self.owners.pair[at], self.owners.frame[at])
 
 
 def dataflow_of(pairs: Pairs) -> Dataflow:
     """Find the inputs of each value of a step."""
-    at = _positions(pairs)
-    kind = pairs.kind
-    from_children = at.select((kind == OUTPUT) & (at.outside >= 0))
-    # the model's outputs are used outside of the model, where nothing is recorded
-    returned = at.select((kind == OUTPUT) & (at.outside < 0))
-    passed = at.select(pairs.new_value & (kind == INPUT) & (at.outside >= 0))
-    new = at.select(pairs.new_value & (at.frame >= 0))
-    further = _further_outputs(at)
-    computed = FrameEntries.of((at.frame[new], at.order[new], new))
-    first = np.setdiff1d(new, further)
-    computed_first = FrameEntries.of((at.frame[first], at.order[first], first))
+    forward = np.flatnonzero(pairs.phase == Phase.FORWARD)
+    frame_of_call = _frames(pairs, forward)
+    values = _values(pairs, forward, frame_of_call)
+    frame = np.full(len(pairs), -1, np.int64)
+    frame[forward] = [value.frame for value in values]
+    new = [value for value in values if value.is_new]
+    outputs: dict[int, list[int]] = {}
+    for value in new:
+        if pairs.kind[value.pair] == OUTPUT:
+            outputs.setdefault(int(pairs.a.table.call[pairs.row_a[value.pair]]), []).append(value.pair)
+    used = [(value.reference, value.user) for value in values]
+    returned = {v.reference for v in values if pairs.kind[v.pair] == OUTPUT and len(v.readers) == 1}
     return Dataflow(
         pairs=pairs,
-        frames=1 + max(at.frame_of_call.values(), default=-1),
-        forward=at.forward,
-        order=at.order,
-        frame=at.frame,
-        frame_of_call=at.frame_of_call,
-        readable=_readable(at, from_children, passed),
-        computed=computed,
-        computed_first=computed_first,
-        uses=_uses(at, computed, from_children, returned),
-        passed=Uses(passed, at.frame[passed], computed_first.after(at.outside[passed], at.order[passed])),
-        returned=np.unique(pairs.reference[returned]),
-        further=FurtherOutputs(
-            further, computed_first.before(at.inside[further], at.order[further]), _siblings(pairs, at.forward)
-        ),
-        owners=_owners(pairs, at.frame_of_call),
+        frames=1 + max(frame_of_call.values(), default=-1),
+        values=values,
+        forward=forward,
+        frame=frame,
+        frame_of_call=frame_of_call,
+        readable=Links.of([(value.pair, frame) for value in values for frame in value.readers]),
+        inputs=Links.of([(value.pair, value.readers[0]) for value in values if pairs.kind[value.pair] == INPUT]),
+        computed=Links.of([(value.pair, value.frame) for value in new]),
+        used=Links.of(used + [(value.pair, value.frame) for value in values if value.is_passed]),
+        returned=np.array(sorted(returned), np.int64),
+        siblings=[of_call[:_MAX_SIBLINGS] for of_call in outputs.values() if len(of_call) > 1],
+        owners=_owners(pairs, frame_of_call),
     )
 
 
-def _positions(pairs: Pairs) -> _Positions:
-    table, rows = pairs.a.table, pairs.row_a
-    forward = np.flatnonzero(pairs.phase == Phase.FORWARD)
-    frame_of_call = _frames(pairs, forward)
-    order, inside, outside = (np.full(len(pairs), -1, np.int64) for _ in range(3))
-    order[forward] = table.order[rows[forward]]
-    inside[forward] = [frame_of_call[call] for call in table.call[rows[forward]].tolist()]
-    outside[forward] = [frame_of_call.get(call, -1) for call in table.caller[rows[forward]].tolist()]
-    frame = np.where(pairs.kind == INPUT, outside, inside)
-    return _Positions(pairs, forward, frame_of_call, order, inside, outside, frame)
+def _values(pairs: Pairs, forward: np.ndarray, frame_of_call: dict[int, int]) -> list[Value]:
+    table = pairs.a.table
+    values = []
+    with_output: set[int] = set()
+    for pair in forward.tolist():
+        row = pairs.row_a[pair]
+        call, kind, is_new = int(table.call[row]), pairs.kind[pair], bool(pairs.new_value[pair])
+        inside, outside = frame_of_call[call], frame_of_call.get(int(table.caller[row]), -1)
+        frame = outside if kind == INPUT else inside
+        is_passed = kind == INPUT and is_new and outside >= 0
+        leaves = kind == OUTPUT and outside >= 0
+        values.append(
+            Value(
+                pair=pair,
+                reference=int(pairs.reference[pair]),
+                frame=frame,
+                readers=(inside, outside) if leaves or is_passed else (inside,),
+                user=outside if leaves else inside,
+                is_new=is_new and frame >= 0,
+                is_passed=is_passed,
+                is_further=kind == OUTPUT and is_new and call in with_output,
+            )
+        )
+        if kind == OUTPUT:
+            with_output.add(call)
+    return values
 
 
 def _frames(pairs: Pairs, forward: np.ndarray) -> dict[int, int]:
@@ -257,59 +209,80 @@ def _frames(pairs: Pairs, forward: np.ndarray) -> dict[int, int]:
     return frame_of_call
 
 
-def _readable(at: _Positions, from_children: np.ndarray, passed: np.ndarray) -> FrameEntries:
-    """Return the values that frames can read: inputs, inspected tensors, children's outputs, children's inputs."""
-    return FrameEntries.of(
-        (at.inside[at.forward], at.order[at.forward], at.forward),
-        (at.outside[from_children], at.order[from_children], from_children),
-        (at.outside[passed], at.order[passed], passed),
-    )
-
-
-def _uses(at: _Positions, computed: FrameEntries, from_children: np.ndarray, returned: np.ndarray) -> Uses:
-    """Return the frames that can use each tensor: of the call that takes the tensor, and of the caller that gets it."""
-    entering = at.select(at.pairs.kind != OUTPUT)
-    used = np.concatenate([entering, from_children, returned])
-    frames = np.concatenate([at.inside[entering], at.outside[from_children], at.inside[returned]])
-    return Uses(at.pairs.reference[used], frames, computed.after(frames, at.order[used]))
-
-
-def _further_outputs(at: _Positions) -> np.ndarray:
-    pairs = at.pairs
-    outputs = at.forward[pairs.kind[at.forward] == OUTPUT]
-    _, first = np.unique(pairs.a.table.call[pairs.row_a[outputs]], return_index=True)
-    later = np.ones(len(outputs), bool)
-    later[first] = False
-    return outputs[later & pairs.new_value[outputs]]
-
-
-def _siblings(pairs: Pairs, forward: np.ndarray) -> np.ndarray:
-    by_call: dict[int, list[int]] = {}
-    outputs = forward[(pairs.kind[forward] == OUTPUT) & pairs.new_value[forward]]
-    for number, call in zip(outputs.tolist(), pairs.a.table.call[pairs.row_a[outputs]].tolist()):
-        by_call.setdefault(call, []).append(number)
-    siblings = [
-        (one, other)
-        for group in by_call.values()
-        for one in group[:_MAX_SIBLINGS]
-        for other in group[:_MAX_SIBLINGS]
-        if one != other
-    ]
-    return np.array(siblings, np.int64).reshape(-1, 2)
-
-
-def _owners(pairs: Pairs, frame_of_call: dict[int, int]) -> Owners:
+def _owners(pairs: Pairs, frame_of_call: dict[int, int]) -> Links:
     """Return the frames that use each parameter: the calls of its module, else of the nearest enclosing module."""
     table = pairs.a.table
     frames: dict[str, set[int]] = {}
     for row in np.flatnonzero(table.phase == Phase.FORWARD).tolist():
         frames.setdefault(table.module[row], set()).add(frame_of_call[int(table.call[row])])
-    owned, owner = [], []
+    links = []
     for number in np.flatnonzero(pairs.kind > INSPECT).tolist():
         module = table.module[pairs.row_a[number]]
         while module and module not in frames:
             module = module.rpartition(".")[0]
-        for frame in sorted(frames.get(module, ())):
-            owned.append(number)
-            owner.append(frame)
-    return Owners(np.array(owned, np.int64), np.array(owner, np.int64))
+        links += [(number, frame) for frame in sorted(frames.get(module, ()))]
+    return Links.of(links)
+
+
+# --- inherited errors ------------------------------------------------------------------------------------------------
+
+
+def inherited_errors(dataflow: Dataflow, errors: np.ndarray, usable: np.ndarray, parameters: np.ndarray) -> np.ndarray:
+    """Return for each pair the largest error among the inputs of its computation.
+
+    Args:
+        dataflow: the inputs of each value.
+        errors: errors of all pairs, at most :data:`~.distance.NO_NUMBER`.
+        usable: False for pairs that were not compared.
+        parameters: the error of each frame's parameters.
+    """
+    result = np.zeros(len(dataflow.pairs))
+    usable_errors = np.where(usable, errors, 0.0).tolist()
+    in_frames = parameters.tolist()
+    for value in dataflow.values:
+        if value.frame >= 0:
+            result[value.pair] = in_frames[value.frame]
+        for frame in value.readers:
+            in_frames[frame] = max(in_frames[frame], usable_errors[value.reference])
+    gradients = _gradient_errors(dataflow, errors, usable)
+    values, of_values = dataflow.with_gradient()
+    result[of_values] = _inherited_by_gradients(dataflow, gradients.tolist(), in_frames)[values]
+    owners = dataflow.owners_of_gradients()
+    behind = np.maximum(dataflow.largest_gradient(gradients), in_frames)
+    np.maximum.at(result, owners.pair, behind[owners.frame])
+    return result
+
+
+def _gradient_errors(dataflow: Dataflow, errors: np.ndarray, usable: np.ndarray) -> np.ndarray:
+    """Return the error of each forward pair's gradient; without a compared gradient, the largest of all later pairs."""
+    gradient = dataflow.pairs.gradient[dataflow.forward]
+    has_error = (gradient >= 0) & usable[gradient]
+    values = np.where(has_error, errors[gradient], 0.0)
+    later = np.maximum.accumulate(values[::-1])[::-1]
+    gradient_errors = np.zeros(len(dataflow.pairs))
+    gradient_errors[dataflow.forward] = np.where(has_error, values, later)
+    return gradient_errors
+
+
+def _inherited_by_gradients(dataflow: Dataflow, gradients: list[float], in_frames: list[float]) -> np.ndarray:
+    """Return for each forward pair the error that its gradient inherits: from gradients of values computed from it."""
+    inherited = [0.0] * len(gradients)
+    later, later_first, earlier = ([0.0] * dataflow.frames for _ in range(3))
+    for value in reversed(dataflow.values):
+        pair, frame, user = value.pair, value.frame, value.user
+        inherited[value.reference] = max(inherited[value.reference], later[user], in_frames[user])
+        if value.is_passed:
+            inherited[pair] = max(inherited[pair], later_first[frame], in_frames[frame])
+        if value.is_new:
+            later[frame] = max(later[frame], gradients[pair])
+            if not value.is_further:
+                later_first[frame] = max(later_first[frame], gradients[pair])
+    for value in dataflow.values:
+        if value.is_further:
+            inherited[value.pair] = max(inherited[value.pair], earlier[value.frame])
+        elif value.is_new:
+            earlier[value.frame] = max(earlier[value.frame], gradients[value.pair])
+    for siblings in dataflow.siblings:
+        for one in siblings:
+            inherited[one] = max(inherited[one], *(gradients[other] for other in siblings if other != one))
+    return np.array(inherited)

@@ -21,7 +21,8 @@ class Distances:
     """The distances of all pairs of a step."""
 
     error: np.ndarray
-    """l2 norm of the difference relative to the larger norm; :data:`NO_NUMBER` if the shapes differ or one has NaN."""
+    """l2 norm of the difference relative to the larger norm, estimated from the sketches, and at least :attr:`norm`;
+    :data:`NO_NUMBER` if the shapes differ or one has NaN."""
     norm: np.ndarray
     """Difference of the norms, relative to the larger norm."""
     kind: np.ndarray
@@ -36,8 +37,8 @@ def distances(tables: PairedTables) -> Distances:
     """Compute the distances of all pairs of a step."""
     pairs, a, b = tables.pairs, tables.a, tables.b
     rows_a, rows_b = pairs.measured_a, pairs.measured_b
-    error = sketch_errors(a, b, rows_a, rows_b)
     norms = _of_larger_norm(abs(a.l2[rows_a] - b.l2[rows_b]), a, b, rows_a, rows_b)
+    error = np.maximum(sketch_errors(a, b, rows_a, rows_b), norms)
     shape = unequal(a.shape, b.shape, rows_a, rows_b)
     dtype = unequal(a.dtype, b.dtype, rows_a, rows_b)
     not_finite = (a.nan[rows_a] != b.nan[rows_b]) | (a.inf[rows_a] != b.inf[rows_b]) | ~np.isfinite(error)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from ort_zero.statistics.compare.align import Pairs, inverse
-from ort_zero.statistics.compare.call_tree import CallTree
-from ort_zero.statistics.compare.comparison import Difference, FirstDivergence
-from ort_zero.statistics.compare.differences import difference_of
-from ort_zero.statistics.compare.layout import INPUT, OUTPUT
+from ort_zero.statistics.compare.compared_records import record_of
+from ort_zero.statistics.compare.comparison import ComparedRecord, FirstDivergence
+from ort_zero.statistics.compare.layout import INPUT, OUTPUT, CallTree
 from ort_zero.statistics.compare.local_errors import pairs_with_local_error
-from ort_zero.statistics.compare.step_comparison import StepComparison
-from ort_zero.statistics.compare.wording import full_name, how_it_differs, sentence_of, spoken, what_differs
+from ort_zero.statistics.compare.rank_comparison import StepComparison
+from ort_zero.statistics.naming import span
 from ort_zero.statistics.records import Phase
 
 
@@ -27,93 +27,97 @@ def find_divergence(of_ranks: Sequence[StepComparison], rtol: float | None) -> t
     if not by_rank:
         return None
     number, _, step, numbers = min(by_rank, key=lambda item: item[:2])
-    return _divergence_at(step, number, numbers, len(by_rank) == len(of_ranks)), number
+    return _divergence_at(step, number, numbers, everywhere=len(by_rank) == len(of_ranks)), number
 
 
-def _divergence_at(step: StepComparison, number: int, numbers: np.ndarray, everywhere: bool) -> FirstDivergence:
-    phase = Phase(int(step.pairs.phase[number]))
-    difference = difference_of(step, number, float(step.tolerance[number]))
-    calls = CallTree(step.pairs.a)
-    if phase == Phase.PARAMETER:
-        return _different_start(step, difference)
-    hint = ""
-    if phase == Phase.PARAMETER_GRADIENT:
-        direction, module, occurrence = "backward", difference.module, 1
-    elif phase == Phase.BACKWARD:
+def _divergence_at(step: StepComparison, number: int, numbers: np.ndarray, *, everywhere: bool) -> FirstDivergence:
+    pairs = step.pairs
+    only_norm = bool(step.distances.error[number] <= step.tolerance[number])
+    if only_norm:
+        step = step.with_tolerance(number, step.norm_tolerance[number])
+    record = record_of(step, number)
+    calls = CallTree(pairs.a)
+    row = int(pairs.row_a[number])
+    where = f"step {record.step}, rank {record.rank}"
+    direction, module, occurrence, hint = "forward", record.module, 1, ""
+    if record.phase == Phase.PARAMETER:
+        parameters = pairs.phase == Phase.PARAMETER
+        apart = int((parameters & (step.distances.error > step.tolerance)).sum())
+        sentence = (
+            f"the runs start from different parameters: {apart} of {int(parameters.sum())}, {full_name(record)} first: "
+            f"it {_how_it_differs(record)}"
+        )
+        return _divergence(record, direction, module, occurrence, f"{where}, {direction}: {sentence}")
+    if record.phase == Phase.FORWARD and (lone := _only_in_one(pairs, number)) is not None:
+        kind, module, occurrence = lone
+        sentence = (
+            f"{_spoken(module, occurrence)} runs in the {'first' if kind == 'missing' else 'second'} run alone, and "
+            f"{_what_differs(record)}, which comes after it, {_how_it_differs(record)}"
+        )
+        record = dataclasses.replace(record, kind=kind)
+        return _divergence(record, direction, module, occurrence, f"{where}, {direction}: {sentence}")
+    if record.phase == Phase.FORWARD and pairs.a.kind[row] == INPUT:
+        caller = int(pairs.a.table.caller[row])
+        if caller < 0:
+            ranks = "" if everywhere else "; other ranks agree"
+            text = f"{where}, input: the model gets other data: {record.tensor} {_how_it_differs(record)}{ranks}"
+            return _divergence(record, "input", "", 1, text)
+        module, occurrence = calls.name(caller, record.module.rpartition(".")[0])
+    elif record.phase == Phase.FORWARD:
+        call = int(pairs.a.table.call[row])
+        module, occurrence = calls.name(call, record.module)
+        hint = _hint_on_output(step, number, call, module, only_norm)
+    elif record.phase == Phase.BACKWARD:
         direction = "backward"
-        value = int(np.flatnonzero(step.pairs.gradient == number)[0])
+        value = int(np.flatnonzero(pairs.gradient == number)[0])
         lost = _lost_gradient(step, value)
-        module, occurrence, hint = _behind_gradient(step.pairs, calls, value if lost is None else lost[0], numbers)
+        module, occurrence, hint = _behind_gradient(pairs, calls, value if lost is None else lost[0], numbers)
         if lost is not None:
             hint = f"no gradient comes to {lost[1]} in the {lost[2]} run"
     else:
-        lone = _only_in_one(step.pairs, number)
-        if lone:
-            return _runs_in_one(difference, *lone)
-        direction, module, occurrence, hint = _behind_value(step, calls, number)
-    text = sentence_of(difference, direction, module, occurrence, hint, everywhere)
+        direction = "backward"
+    verb = "adds the error" if record.kind == "numeric" else "is where the runs diverge"
+    text = (
+        f"{where}, {direction}: {_spoken(module, occurrence)} {verb}: {_what_differs(record)} {_how_it_differs(record)}"
+    )
+    return _divergence(record, direction, module, occurrence, f"{text}; {hint}" if hint else text)
+
+
+def _divergence(record: ComparedRecord, direction: str, module: str, occurrence: int, text: str) -> FirstDivergence:
     return FirstDivergence(
-        same=False, module=module, occurrence=occurrence, direction=direction, difference=difference, text=text
+        same=False, module=module, occurrence=occurrence, direction=direction, difference=record, text=text
     )
 
 
-def _behind_value(step: StepComparison, calls: CallTree, number: int) -> tuple[str, str, int, str]:
-    """Return direction, module, occurrence and a hint for a value of the forward phase."""
-    pairs = step.pairs
-    table, row = pairs.a.table, int(pairs.row_a[number])
-    if pairs.a.kind[row] == INPUT:
-        caller = int(table.caller[row])
-        if caller < 0:
-            return "input", "", 1, ""
-        return "forward", *calls.name(caller, table.module[row].rpartition(".")[0]), ""
-    call = int(table.call[row])
-    module, occurrence = calls.name(call, table.module[row])
-    if step.distances.error[number] <= step.tolerance[number]:
+def no_divergence(steps: Sequence[int], records: int) -> FirstDivergence:
+    """Return the verdict for two runs that agree."""
+    numbers = span(steps) if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+    return FirstDivergence(same=True, text=f"same: {records:,} records of {numbers} agree")
+
+
+# --- the call whose code computed a record --------------------------------------------------------------------------
+
+
+def _hint_on_output(step: StepComparison, number: int, call: int, module: str, only_norm: bool) -> str:
+    """Return a hint on an output that differs, empty for no hint."""
+    if only_norm:
         norm, limit = step.distances.norm[number], step.norm_tolerance[number]
-        return "forward", module, occurrence, (
-            f"all elements are scaled, which is not rounding: the norm differs by {norm:.1e} (tolerance {limit:.1e})"
-        )  # fmt: skip
-    if _is_dropout(step, number, module):
-        return "forward", module, occurrence, (
+        return f"all elements are scaled, which is not rounding: the norm differs by {norm:.1e} (tolerance {limit:.1e})"
+    if "drop" in module.rpartition(".")[2].lower():
+        return (
             "dropout draws different masks in ONNX Runtime and in PyTorch, and after another number of draws: set p=0 "
             "to compare"
-        )  # fmt: skip
-    return "forward", module, occurrence, _lone_inputs(pairs, call)
-
-
-def _is_dropout(step: StepComparison, number: int, module: str) -> bool:
-    """Return True if the two runs' outputs look like one input with different elements dropped."""
-    if "drop" in module.rpartition(".")[2].lower():
-        return step.distances.error[number] > 0
-    pairs, a, b = step.pairs, step.a, step.b
-    row_a, row_b = int(pairs.measured_a[number]), int(pairs.measured_b[number])
-    call = a.call[pairs.row_a[number]]
-    inputs = [
-        int(row)
-        for row in pairs.a.measured[np.flatnonzero((a.phase == Phase.FORWARD) & (a.call == call) & (pairs.a.kind == 0))]
-        if a.elements[row] == a.elements[row_a]
+        )
+    hints = [
+        f"input{layout.table.slot[row]} is a tensor in the {side} run alone"
+        for side, layout, lone in (
+            ("first", step.pairs.a, step.pairs.missing),
+            ("second", step.pairs.b, step.pairs.extra),
+        )
+        for row in lone.tolist()
+        if layout.kind[row] == INPUT
+        and (layout.table.module[row], int(layout.table.occurrence[row])) == CallTree(step.pairs.a).name(call)
     ]
-    elements = max(int(a.elements[row_a]), 1)
-    shares = a.zero[row_a] / elements, b.zero[row_b] / elements
-    if len(inputs) != 1 or a.zero[inputs[0]] / elements > 0.01 or min(shares) < 0.02:
-        return False
-    share = sum(shares) / 2
-    scaled = abs(a.l2[row_a] / max(a.l2[inputs[0]], 1e-30) * np.sqrt(max(1 - share, 0.0)) - 1)
-    return abs(shares[0] - shares[1]) < 6 * np.sqrt(share / elements) and scaled < 0.2
-
-
-def _lone_inputs(pairs: Pairs, call: int) -> str:
-    """Return a hint if a call has a tensor input in one run alone."""
-    table = pairs.a.table
-    rows = np.flatnonzero((table.phase == Phase.FORWARD) & (table.call == call))
-    if not len(rows):
-        return ""
-    name = table.module[rows[0]], int(table.occurrence[rows[0]])
-    hints = []
-    for side, layout, lone in (("first", pairs.a, pairs.missing), ("second", pairs.b, pairs.extra)):
-        for row in lone.tolist():
-            if layout.kind[row] == INPUT and (layout.table.module[row], int(layout.table.occurrence[row])) == name:
-                hints.append(f"input{layout.table.slot[row]} is a tensor in the {side} run alone")
     return ", ".join(hints[:3])
 
 
@@ -190,31 +194,38 @@ def _only_in_one(pairs: Pairs, number: int) -> tuple[str, str, int] | None:
     return None
 
 
-def _different_start(step: StepComparison, difference: Difference) -> FirstDivergence:
-    parameters = step.pairs.phase == Phase.PARAMETER
-    apart = int((parameters & (step.distances.error > step.tolerance)).sum())
-    text = (
-        f"step {difference.step}, rank {difference.rank}, forward: the runs start from different parameters: "
-        f"{apart} of {int(parameters.sum())}, {full_name(difference)} first: it {how_it_differs(difference)}"
-    )
-    return FirstDivergence(same=False, module=difference.module, direction="forward", difference=difference, text=text)
+# --- words ----------------------------------------------------------------------------------------------------------
 
 
-def _runs_in_one(difference: Difference, kind: str, module: str, occurrence: int) -> FirstDivergence:
-    which = "first" if kind == "missing" else "second"
-    text = (
-        f"step {difference.step}, rank {difference.rank}, forward: {spoken(module, occurrence)} runs in the {which} "
-        f"run alone, and {what_differs(difference)}, which comes after it, {how_it_differs(difference)}"
-    )
-    changed = {name: getattr(difference, name) for name in Difference.__slots__} | {"kind": kind}
-    return FirstDivergence(
-        same=False, module=module, occurrence=occurrence, direction="forward", difference=Difference(**changed),
-        text=text,
+def full_name(record: ComparedRecord) -> str:
+    """Return the name of the tensor that differs, with its module: ``"h.0.attn.output[0]"``."""
+    return ".".join(filter(None, (record.module, record.tensor)))
+
+
+def _spoken(module: str, occurrence: int = 1) -> str:
+    """Return a module's name for a sentence, with the number of a repeated call: ``"h.0 (call 2)"``."""
+    name = module or "the model's own code"
+    return f"{name} (call {occurrence})" if occurrence > 1 else name
+
+
+def _what_differs(record: ComparedRecord) -> str:
+    """Return the name of the tensor that differs for a sentence: ``"the gradient of h.0's input[1]"``."""
+    name = f"{_spoken(record.module, record.occurrence)}'s {record.tensor}" if record.module else (
+        f"the model's {record.tensor}"
     )  # fmt: skip
+    if record.phase in (Phase.BACKWARD, Phase.PARAMETER_GRADIENT):
+        return f"the gradient of {name}"
+    return name
 
 
-def no_divergence(steps: Sequence[int], records: int) -> FirstDivergence:
-    """Return the verdict for two runs that agree."""
-    numbers = list(steps)
-    span = f"step {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} steps, {numbers[0]} to {numbers[-1]}"
-    return FirstDivergence(same=True, text=f"same: {records:,} records of {span} agree")
+def _how_it_differs(record: ComparedRecord) -> str:
+    """Return the end of a sentence, the difference of a tensor: ``"has shape (2, 3) and (2, 4)"``."""
+    a, b = record.a, record.b
+    if record.kind == "shape":
+        return f"has shape {tuple(a['shape'])} and {tuple(b['shape'])}"
+    if record.kind == "nan":
+        return f"has {a['nan']} NaN and {a['inf']} inf in the first run, {b['nan']} and {b['inf']} in the second"
+    return (
+        f"differs by {record.error:.1e} (tolerance {record.tolerance:.1e}, inherited "
+        f"{record.inherited:.1e}); mean {a['mean']:.4g} / {b['mean']:.4g}, std {a['std']:.4g} / {b['std']:.4g}"
+    )

@@ -41,31 +41,57 @@ class Layout:
 
 def layout_of(table: Table) -> Layout:
     """Find the structure of a table."""
-    row_of = {}
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
-        orders = table.order[table.phase == phase]
-        at = np.full(int(orders.max(initial=-1)) + 1, -1, np.int64)
-        at[orders] = np.flatnonzero(table.phase == phase)
-        row_of[phase] = at
-    measured = np.arange(len(table.phase), dtype=np.int64)
-    gradient, forward = np.full(len(measured), -1, np.int64), np.full(len(measured), -1, np.int64)
-    for phase, at in row_of.items():
-        refers = np.flatnonzero((table.phase == phase) & (table.source >= 0))
-        measured[refers] = _look_up(at, table.source[refers])
-    rows = np.flatnonzero(table.phase == Phase.FORWARD)
-    gradient[rows] = _look_up(row_of[Phase.BACKWARD], table.order[rows])
-    rows = np.flatnonzero(table.phase == Phase.BACKWARD)
-    forward[rows] = _look_up(row_of[Phase.FORWARD], table.order[rows])
+    places = list(zip(table.phase.tolist(), table.order.tolist()))
+    row_at = {place: row for row, place in enumerate(places)}
+    measured = [
+        row if source < 0 else row_at.get((phase, source), -1)
+        for row, ((phase, _), source) in enumerate(zip(places, table.source.tolist()))
+    ]
+    gradient, forward = (
+        [row_at.get((other, order), -1) if phase == this else -1 for phase, order in places]
+        for this, other in ((Phase.FORWARD, Phase.BACKWARD), (Phase.BACKWARD, Phase.FORWARD))
+    )
     order = np.where(table.phase == Phase.BACKWARD, -table.order, table.order)
     return Layout(
         table=table,
         keys=_keys(table),
         kind=np.array([KIND_CODES.get(kind, INSPECT) for kind in table.kind], dtype=np.int8),
-        measured=measured,
+        measured=np.array(measured, np.int64),
         sequence=np.lexsort((order, table.phase)),
-        gradient=gradient,
-        forward=forward,
+        gradient=np.array(gradient, np.int64),
+        forward=np.array(forward, np.int64),
     )
+
+
+class CallTree:
+    """The tree of the module calls in one step's table."""
+
+    def __init__(self, layout: Layout):
+        table = layout.table
+        rows = np.flatnonzero(table.phase == Phase.FORWARD).tolist()
+        self.about = {
+            int(table.call[row]): (table.module[row], int(table.occurrence[row]), int(table.caller[row]))
+            for row in rows
+            if table.kind[row] != "inspect"
+        }
+        self.callers = {int(table.caller[row]) for row in rows}
+
+    def name(self, call: int, fallback: str = "") -> tuple[str, int]:
+        """Return the module and the occurrence of a call; `fallback` and 1 for a call without records."""
+        about = self.about.get(call)
+        return about[:2] if about else (fallback, 1)
+
+    def chain(self, call: int) -> list[int]:
+        """Return a call and its enclosing calls, the root last."""
+        calls: list[int] = []
+        while call >= 0 and call not in calls:
+            calls.append(call)
+            call = self.about[call][2] if call in self.about else -1
+        return calls
+
+    def is_leaf(self, call: int) -> bool:
+        """Return True if no module is called inside of a call."""
+        return call not in self.callers
 
 
 def same_layout(a: Table, b: Table) -> bool:
@@ -75,18 +101,10 @@ def same_layout(a: Table, b: Table) -> bool:
     )
 
 
-def _look_up(at: np.ndarray, orders: np.ndarray) -> np.ndarray:
-    rows = np.full(len(orders), -1, np.int64)
-    in_range = orders < len(at)
-    rows[in_range] = at[orders[in_range]]
-    return rows
-
-
 def _keys(table: Table) -> list[Key]:
-    plain = list(zip(table.phase.tolist(), table.module, table.occurrence.tolist(), table.kind, table.slot))
     seen: Counter = Counter()
     keys = []
-    for key in plain:
+    for key in zip(table.phase.tolist(), table.module, table.occurrence.tolist(), table.kind, table.slot):
         keys.append((*key, seen[key]))
         seen[key] += 1
     return keys

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ort_zero.statistics.compare.call_tree import CallTree
 from ort_zero.statistics.compare.distance import NUMERIC
-from ort_zero.statistics.compare.layout import OUTPUT
-from ort_zero.statistics.compare.step_comparison import StepComparison
+from ort_zero.statistics.compare.layout import OUTPUT, CallTree
+from ort_zero.statistics.compare.rank_comparison import StepComparison
 from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.records import SKETCH, Phase
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from ort_zero.statistics.compare.compared_records import record_of
 from ort_zero.statistics.compare.comparison import FirstDivergence
-from ort_zero.statistics.compare.differences import difference_of
 from ort_zero.statistics.compare.distance import SAME
 from ort_zero.statistics.compare.error_growth import PreviousStep, parameters_of
-from ort_zero.statistics.compare.step_comparison import StepComparison
+from ort_zero.statistics.compare.first_divergence import full_name
+from ort_zero.statistics.compare.rank_comparison import StepComparison
 from ort_zero.statistics.compare.tolerance import epsilons
-from ort_zero.statistics.compare.wording import full_name
 
 MIN_SHARE = 0.5
 """Share of the parameters; the runs differ in the optimizer if a larger share changed differently."""
@@ -50,11 +50,13 @@ def find_update_divergence(previous: PreviousStep | None, step: StepComparison) 
     limit = max(UPDATE_GAP, UPDATE_SPREAD * float(np.sqrt(previous.gradient_error))) + 8 * (
         epsilon[moved] * norm / size[moved]
     )
-    apart = np.flatnonzero(gap > limit)
+    # the error that the update may leave, relative to the parameter as all errors are
+    tolerance = np.divide(limit * size[moved], norm, out=np.zeros(len(norm)), where=norm > 0)
+    apart = np.flatnonzero((gap > limit) & (step.distances.error[rows][moved] > tolerance))
     if len(apart) <= MIN_SHARE * len(gap):
         return None
     number = int(rows[moved][apart[0]])
-    difference = difference_of(step, number, float(limit[apart[0]]))
+    difference = record_of(step.with_tolerance(number, tolerance[apart[0]]), number)
     text = (
         f"step {step.step}, rank {step.rank}, update: {len(apart)} of {len(gap)} parameters changed "
         f"differently from step {previous.step} to {step.step} (median difference of the changes "

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ort_zero.statistics.compare.align import PairedTables, Pairs, pair
 from ort_zero.statistics.compare.conditions import conditions_of
-from ort_zero.statistics.compare.dataflow import Dataflow, dataflow_of
-from ort_zero.statistics.compare.distance import SAME, distances
-from ort_zero.statistics.compare.error_growth import PreviousStep, error_growth, remember
-from ort_zero.statistics.compare.inherited_errors import inherited_errors
+from ort_zero.statistics.compare.dataflow import Dataflow, dataflow_of, inherited_errors
+from ort_zero.statistics.compare.distance import SAME, Distances, distances
+from ort_zero.statistics.compare.error_growth import ErrorGrowth, PreviousStep, error_growth, remember
 from ort_zero.statistics.compare.layout import Layout, layout_of, same_layout
-from ort_zero.statistics.compare.step_comparison import StepComparison
 from ort_zero.statistics.compare.tolerance import EPSILON, REFERENCE, Conditions, Limits, floor_of, limits_of
 from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.records import Phase
@@ -26,6 +25,67 @@ VANISHING = 1e3
 tolerance is then relative to the terms of the gradient's sum."""
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StepComparison:
+    """The comparison of one step of one rank in two runs: tables, errors and tolerances of all pairs."""
+
+    rank: int
+    tables: PairedTables
+    distances: Distances
+    growth: ErrorGrowth
+    """The relative errors of the parameters at the beginning of the step."""
+    inherited: np.ndarray
+    """The largest error among the inputs of each pair's computation."""
+    conditions: Conditions
+    floor: np.ndarray
+    """The rounding error of each pair without inherited errors."""
+    tolerance: np.ndarray
+    """The largest error of each pair that rounding and the inherited error explain."""
+    norm_tolerance: np.ndarray
+    """The largest difference of norms of each pair that rounding and the inherited error explain."""
+
+    @property
+    def step(self) -> int:
+        """Number of the step, from 0."""
+        return self.tables.a.step
+
+    @property
+    def is_first(self) -> bool:
+        """True if no optimizer step has changed the parameters yet."""
+        return self.step == 0
+
+    @property
+    def pairs(self) -> Pairs:
+        """The pairs of rows of both runs."""
+        return self.tables.pairs
+
+    @property
+    def a(self) -> Table:
+        """The table of the first run."""
+        return self.tables.a
+
+    @property
+    def b(self) -> Table:
+        """The table of the second run."""
+        return self.tables.b
+
+    def tolerance_of_undiverged(self, parameter_error: float) -> np.ndarray:
+        """Return the tolerance of each pair if the parameters' relative error `parameter_error` were the only error."""
+        return self.conditions.tolerance(self.floor, np.full(len(self.floor), parameter_error))
+
+    def with_tolerance(self, pairs: Any, tolerance: Any) -> StepComparison:
+        """Return a copy in which `pairs`, an index of an array, have another tolerance."""
+        changed = self.tolerance.copy()
+        changed[pairs] = tolerance
+        return dataclasses.replace(self, tolerance=changed)
+
+    def without_sketches(self) -> StepComparison:
+        """Return a copy without sketches, which take most of the memory."""
+        empty = np.zeros((0, 0))
+        a, b = (dataclasses.replace(table, sketch=empty) for table in (self.a, self.b))
+        return dataclasses.replace(self, tables=dataclasses.replace(self.tables, a=a, b=b))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Structure:
     """The structure that steps share as long as only their statistics differ."""
@@ -33,28 +93,6 @@ class _Structure:
     pairs: Pairs
     dataflow: Dataflow
     limits: Limits
-    floor: np.ndarray
-
-
-class _Layouts:
-    """The layout of the last table of each run."""
-
-    def __init__(self, runs: int):
-        self._layouts: list[Layout | None] = [None] * runs
-
-    def update(self, run: int, table: Table) -> bool:
-        """Set the next table of a run, and return True if its structure differs from the run's last table."""
-        layout = self._layouts[run]
-        if layout is not None and same_layout(layout.table, table):
-            return False
-        self._layouts[run] = layout_of(table)
-        return True
-
-    def pair(self, one: int, other: int) -> Pairs:
-        """Pair the rows of the last tables of two runs."""
-        a, b = self._layouts[one], self._layouts[other]
-        assert a is not None and b is not None
-        return pair(a, b)
 
 
 class RankComparison:
@@ -71,12 +109,13 @@ class RankComparison:
         self.previous: PreviousStep | None = None
         """The parameters and gradient errors of the previous step."""
         self._other_dtype, self._rtol = other_dtype, rtol
-        self._layouts = _Layouts(3)
+        self._layouts: list[Layout | None] = [None] * 3
+        """The layout of the last table of each run and of the reference."""
         self._structure: _Structure | None = None
         self._reference_pairs: Pairs | None = None
         self._widest: np.ndarray | None = None
 
-    def compare(self, a: Table, b: Table, reference: Table | None) -> StepComparison:
+    def compare(self, a: Table, b: Table, reference: Table | None = None) -> StepComparison:
         """Compare one step of two runs.
 
         Args:
@@ -93,7 +132,7 @@ class RankComparison:
         errors = np.maximum(step_distances.error, spread)
         inherited = inherited_errors(dataflow, errors, step_distances.kind != SAME, growth.of_frames)
         conditions = conditions_of(dataflow, structure.limits, tables, parameters_differ=growth.total > APART)
-        floor = np.maximum(structure.floor, noise)
+        floor = np.maximum(floor_of(structure.limits), noise)
         tolerance = np.maximum(conditions.tolerance(floor, inherited), noise)
         return StepComparison(
             rank=self.rank,
@@ -111,13 +150,25 @@ class RankComparison:
         """Keep the parameters and gradient errors of a step for the next step."""
         self.previous = remember(step.tables, step.distances, step.growth)
 
+    def _changed(self, run: int, table: Table) -> bool:
+        """Keep the layout of the next table of a run, and return True if it differs from the run's last layout."""
+        layout = self._layouts[run]
+        if layout is not None and same_layout(layout.table, table):
+            return False
+        self._layouts[run] = layout_of(table)
+        return True
+
+    def _pair(self, one: int, other: int) -> Pairs:
+        a, b = self._layouts[one], self._layouts[other]
+        assert a is not None and b is not None
+        return pair(a, b)
+
     def _structure_of(self, a: Table, b: Table) -> _Structure:
-        changed = [self._layouts.update(run, table) for run, table in enumerate((a, b))]
+        changed = [self._changed(run, table) for run, table in enumerate((a, b))]
         if any(changed) or self._structure is None:
-            pairs = self._layouts.pair(0, 1)
+            pairs = self._pair(0, 1)
             dataflow = dataflow_of(pairs)
-            limits = limits_of(dataflow, self._other_dtype)
-            self._structure = _Structure(pairs, dataflow, limits, floor_of(limits))
+            self._structure = _Structure(pairs, dataflow, limits_of(dataflow, self._other_dtype))
             self._reference_pairs = self._widest = None
         return self._structure
 
@@ -126,8 +177,8 @@ class RankComparison:
         widest = self._widest if self._widest is not None else np.zeros(len(pairs))
         if reference is None:
             return widest
-        if self._layouts.update(2, reference) or self._reference_pairs is None:
-            self._reference_pairs = self._layouts.pair(0, 2)
+        if self._changed(2, reference) or self._reference_pairs is None:
+            self._reference_pairs = self._pair(0, 2)
         of_row = np.zeros(len(a.phase))
         of_row[self._reference_pairs.row_a] = distances(PairedTables(self._reference_pairs, a, reference)).error
         spread = of_row[pairs.row_a]
@@ -138,17 +189,3 @@ class RankComparison:
 def _fixed_tolerance(rtol: float, pairs: Pairs, conditions: Conditions) -> np.ndarray:
     vanishing = (pairs.phase == Phase.PARAMETER_GRADIENT) & (conditions.condition > VANISHING)
     return rtol * np.where(vanishing, conditions.condition, 1.0)
-
-
-def compare_ranks(ranks: Sequence[RankComparison], tables: Sequence[Sequence[Table | None]]) -> list[StepComparison]:
-    """Compare one step on all ranks.
-
-    Args:
-        ranks: the comparisons of the ranks.
-        tables: for each rank, the tables of the step in the first run, the second run and, if any, the reference.
-    """
-    comparisons = []
-    for rank, (a, b, *more) in zip(ranks, tables):
-        assert a is not None and b is not None
-        comparisons.append(rank.compare(a, b, more[0] if more else None))
-    return comparisons

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import math
 import os
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.compare.comparison import Comparison
-from ort_zero.statistics.compare.report_records import packed_records, shown, statistics_of
+from ort_zero.statistics.compare.comparison import ComparedRecord, Comparison
+from ort_zero.statistics.naming import module_name, span
 from ort_zero.statistics.records import RunInfo
+from ort_zero.statistics.rows import COLUMNS
 from ort_zero.utils.atomic_write import write_text
 
 GENERATOR = "ort_zero statistics report"
+MAX_BYTES = 2_600_000
+"""Maximum size of the records in the file, in bytes; steps and ranks that do not fit are left out with a note."""
+_NAMES = ("shape", "dtype", *COLUMNS)
 _TEMPLATES = Path(__file__).with_name("templates")
+_FACTS = {
+    "path": "folder", "backend": "runs in", "model": "model", "dtype": "dtype", "zero_stage": "ZeRO stage",
+    "world_size": "ranks", "run_id": "run id",
+}  # fmt: skip
 
 
 def write_report(comparison: Comparison, path: str | os.PathLike) -> Path:
@@ -56,51 +69,82 @@ def check_target(path: str | os.PathLike) -> Path:
 def _render(comparison: Comparison) -> str:
     from jinja2 import Environment, FileSystemLoader
     from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
 
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, trim_blocks=True)
-    environment.filters["number"] = shown
-    environment.filters["words"] = lambda name: name.replace("_", " ")
+    environment.filters["text"] = _text
     payload, left_out = packed_records(comparison)
-    first = comparison.verdict.difference
-    names = statistics_of([first.a, first.b]) if first else []
+    a, b, verdict = comparison.a, comparison.b, comparison.verdict
+    outcome = "same" if verdict.same else f"differs at {verdict.module or 'the root module'}"
     return environment.get_template("report.html").render(
         generator=GENERATOR,
-        title=_title(comparison),
+        title=f"{outcome}: {Path(a.path).name} against {Path(b.path).name}",
         c=comparison,
-        d=first,
-        statistics=[name for name in names if name not in ("first", "sketch")],
-        facts=_facts(comparison.a, comparison.b),
-        span=_span(comparison.steps),
+        d=verdict.difference,
+        names=_NAMES,
+        module_name=module_name,
+        facts=_facts(a, b),
+        span=span(comparison.steps),
         notes=[*comparison.notes, *left_out],
         css=Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8")),
         js=Markup((_TEMPLATES / "report.js").read_text(encoding="utf-8")),
-        plotly=Markup(get_plotlyjs()),
         payload=Markup(payload),
     )
 
 
-def _title(comparison: Comparison) -> str:
-    first = comparison.verdict
-    verdict = "same" if first.same else f"differs at {first.module or 'the root module'}"
-    return f"{verdict}: {Path(comparison.a.path).name} against {Path(comparison.b.path).name}"
-
-
 def _facts(a: RunInfo, b: RunInfo) -> list[tuple[str, Any, Any]]:
-    names = {
-        "path": "folder",
-        "backend": "runs in",
-        "model": "model",
-        "dtype": "dtype",
-        "zero_stage": "ZeRO stage",
-        "world_size": "ranks",
-        "run_id": "run id",
-    }
-    facts = [(label, getattr(a, name), getattr(b, name)) for name, label in names.items()]
-    return [*facts, ("steps", _span(a.steps), _span(b.steps))]
+    facts = [(label, getattr(a, name), getattr(b, name)) for name, label in _FACTS.items()]
+    return [*facts, ("steps", span(a.steps), span(b.steps))]
 
 
-def _span(steps: tuple[int, ...]) -> str:
-    if not steps:
-        return "no steps"
-    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps ({steps[0]} to {steps[-1]})"
+def _text(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else _plain(value)
+
+
+def packed_records(comparison: Comparison) -> tuple[str, list[str]]:
+    """Return compressed records, beginning with the step and rank of the first divergence, and a note on the rest."""
+    first = comparison.verdict.difference
+    groups: list[dict[str, Any]] = []
+    size = left_out = 0
+    by_distance = sorted(
+        comparison.series, key=lambda one: first is None or (one[0].step, one[0].rank) != (first.step, first.rank)
+    )
+    for records in by_distance:
+        step, rank = records[0].step, records[0].rank
+        is_first = [first is not None and _place(one) == _place(first) for one in records]
+        rows = [_row(one) for one in records]
+        group = {"step": step, "rank": rank, "first": is_first.index(True) if any(is_first) else -1, "rows": rows}
+        cost = len(_squeezed(group))
+        if groups and size + cost > MAX_BYTES:
+            left_out += 1
+        else:
+            groups.append(group)
+            size += cost
+    notes = [f"This report leaves out {left_out} pairs of step and rank, to stay small."] if left_out else []
+    return _squeezed({"names": _NAMES, "groups": groups}) if groups else "", notes
+
+
+def _place(record: ComparedRecord) -> tuple[int, ...]:
+    return record.step, record.rank, record.phase, record.order
+
+
+def _row(record: ComparedRecord) -> list[Any]:
+    sides = [[_plain(side[name]) for name in _NAMES] for side in (record.a, record.b)]
+    name = module_name(record.module, record.occurrence)
+    numbers = (_plain(record.error), _plain(record.tolerance))
+    return [int(record.phase), name, record.tensor, record.kind, *numbers, *sides]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value for JSON, which lacks NaN and inf, with six digits."""
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(str, value))})"
+    if not isinstance(value, float):
+        return value
+    if math.isfinite(value):
+        return float(f"{value:.6g}")
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _squeezed(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(zlib.compress(text.encode(), 6)).decode()

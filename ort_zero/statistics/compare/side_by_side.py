@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ort_zero.statistics.compare.layout import check_references, same_layout
+from ort_zero.statistics.compare.layout import check_references
 from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.reader import Run
 from ort_zero.statistics.rows import COLUMNS, SKETCH_COLUMNS, WIDTH, merge
@@ -16,51 +16,29 @@ from ort_zero.utils.progress import bar
 
 def side_by_side(
     runs: Sequence[Run], ranks: Sequence[int], steps: Sequence[int], progress: bool
-) -> Iterator[list[list[Table | None]]]:
-    """Yield for each step a list of tables per rank, one table per run; None if the reference lacks the step."""
-    readers = [[_Reader(run, rank) for run in runs] for rank in ranks]
+) -> Iterator[list[list[Table]]]:
+    """Yield for each step a list of tables per rank: one per run that has the step on all ranks."""
+    streams = [[_wanted_tables(run, rank, steps) for run in runs] for rank in ranks]
     with bar(len(steps), "comparing", "step", shown=progress) as shown:
         for step in steps:
-            tables = [[reader.take(step) for reader in of_rank] for of_rank in readers]
-            yield _gathered(tables)
+            having = [number for number, run in enumerate(runs) if step in run.info.steps]
+            gathered = [_gathered([next(of_rank[number]) for of_rank in streams]) for number in having]
+            yield [list(of_rank) for of_rank in zip(*gathered)]
             shown.update()
 
 
-class _Reader:
-    """The tables of one rank of one run, in ascending steps."""
-
-    def __init__(self, run: Run, rank: int):
-        self._tables = iter(run.tables(rank))
-        self._name = f"{run.info.path}, rank {rank}"
-        self._next: Table | None = None
-        self._checked: Table | None = None
-
-    def take(self, step: int) -> Table | None:
-        """Return the table of a step, None if the run has no such step; steps must ascend."""
-        while self._next is None or self._next.step < step:
-            self._next = next(self._tables, None)
-            if self._next is None:
-                return None
-        if self._next.step > step:
-            return None
-        table = self._next
-        if self._checked is None or not same_layout(self._checked, table):
-            check_references(table, self._name)
-            self._checked = table
-        return table
+def _wanted_tables(run: Run, rank: int, steps: Sequence[int]) -> Iterator[Table]:
+    wanted = set(steps) & set(run.info.steps)
+    for table in run.tables(rank):
+        if table.step in wanted:
+            check_references(table, f"{run.info.path}, rank {rank}")
+            yield table
 
 
-def _gathered(tables: list[list[Table | None]]) -> list[list[Table | None]]:
-    """Return the tables with the shards of partitioned tensors merged over all ranks."""
-    by_run = list(zip(*tables))
-    gathered = [_gather(list(of_run)) for of_run in by_run]
-    return [list(of_rank) for of_rank in zip(*gathered)]
-
-
-def _gather(of_ranks: list[Table | None]) -> list[Table | None]:
-    tables = [table for table in of_ranks if table is not None]
-    if len(tables) != len(of_ranks) or not any(table.partitioned.any() for table in tables):
-        return of_ranks
+def _gathered(tables: list[Table]) -> list[Table]:
+    """Return one run's tables of all ranks with the shards of partitioned tensors merged."""
+    if not any(table.partitioned.any() for table in tables):
+        return tables
     rows = [np.flatnonzero(table.partitioned) for table in tables]
     keys = [[_part_key(table, row) for row in at.tolist()] for table, at in zip(tables, rows)]
     number = {key: i for i, key in enumerate(dict.fromkeys(key for of_table in keys for key in of_table))}

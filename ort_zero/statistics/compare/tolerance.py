@@ -75,14 +75,12 @@ def limits_of(dataflow: Dataflow, other_dtype: bool) -> Limits:
     a = epsilons(pairs.a.table.dtype)[pairs.row_a]
     b = epsilons(pairs.b.table.dtype)[pairs.row_b]
     both = np.maximum(a, b) if other_dtype else np.minimum(a, b)
-    of_frames = np.zeros(dataflow.frames)
-    np.maximum.at(of_frames, dataflow.readable.frame, both[dataflow.readable.pair])
+    of_frames = dataflow.readable.largest_of_frames(dataflow.frames, both)
     epsilon = both.copy()
-    inner = dataflow.forward[dataflow.frame[dataflow.forward] >= 0]
+    inner = dataflow.inner()
     epsilon[inner] = np.maximum(both[inner], of_frames[dataflow.frame[inner]])
-    with_gradient = dataflow.forward[pairs.gradient[dataflow.forward] >= 0]
-    gradients = pairs.gradient[with_gradient]
-    epsilon[gradients] = np.maximum(both[gradients], dataflow.largest_around(of_frames)[with_gradient])
+    values, gradients = dataflow.with_gradient()
+    epsilon[gradients] = np.maximum(both[gradients], dataflow.largest_around(of_frames)[values])
     owners = dataflow.owners_of_gradients()
     np.maximum.at(epsilon, owners.pair, of_frames[owners.frame])
     exact = (a == 0) & (b == 0)
