@@ -64,7 +64,7 @@ def _prepare(function: Any) -> None:
         def run(one: list[Any]) -> Sequence[Any]:
             return backward(ctx, one) if boxed else backward(ctx, *one)
 
-        # all results of a graph lead to the same inputs (compile/result_groups.py)
+        # all results of a graph lead to the same inputs (units/result_groups.py)
         if all(value is None for value in values):
             return (None,) * len(ctx.needs_input_grad)
         for index, like in enumerate(ctx._input_metadata):

@@ -15,24 +15,24 @@ from torch.fx import GraphModule
 from ort_zero import env, log
 from ort_zero.compat import compiled_backward, torch_compile
 from ort_zero.compile import devices, records, sessions, view_chains
-from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled, assemble
 from ort_zero.compile.conversion.fragments import Fragment
 from ort_zero.compile.executor import SegmentRunner, program_of
 from ort_zero.compile.head_loss import IN_PYTORCH, Product, Products, fuse_head_and_loss
 from ort_zero.compile.memory import Kept
-from ort_zero.compile.module_paths import is_below
 from ort_zero.compile.partition import decompositions
 from ort_zero.compile.patterns import keep_gradients_of_eager, replace_compositions
 from ort_zero.compile.plan import Segment, make_plan
-from ort_zero.compile.recompilations import Recompilations
-from ort_zero.compile.result_groups import compile_parts, divided
 from ort_zero.compile.settings import Settings
 from ort_zero.compile.sizes import SymbolReader
 from ort_zero.compile.trial import Trial
-from ort_zero.compile.unit_forward import IN_GRAPH
 from ort_zero.errors import ExportError
 from ort_zero.statistics.collect import graph_passes
+from ort_zero.units.agreement import agreement
+from ort_zero.units.module_paths import is_below
+from ort_zero.units.recompilations import Recompilations
+from ort_zero.units.result_groups import compile_parts, divided
+from ort_zero.units.unit_forward import IN_GRAPH
 from ort_zero.utils.atomic_write import write_bytes
 
 Compiled = Callable[..., Any]
@@ -213,15 +213,6 @@ class Compiler:
 
 _trials: dict[tuple[str, str, str], Trial] = {}
 """The trial of each unique segment of this process."""
-_agreements: list[Agreement] = []
-
-
-def agreement() -> Agreement:
-    """Return the decisions of this process's segments and units."""
-    if not _agreements:
-        folder = env.user_cache_dir()
-        _agreements.append(Agreement(folder / "placements" if folder and env.can_write(folder) else None))
-    return _agreements[0]
 
 
 def _with_gradients_of_pytorch(compiled: Compiled) -> Compiled:

@@ -15,7 +15,6 @@ from torch.fx import GraphModule, Node
 from ort_zero import log
 from ort_zero.compat.torch_compile import OpOverload
 from ort_zero.compat.torch_modules import without_base
-from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled
 from ort_zero.compile.layouts import dense_order, in_order
 from ort_zero.compile.plan import Plan, Segment
@@ -23,7 +22,8 @@ from ort_zero.compile.reference import in_float64, reference_of, runnable, with_
 from ort_zero.compile.reproducer import write_reproducer
 from ort_zero.compile.sessions import Layout, Session
 from ort_zero.compile.sizes import SymbolReader, Symbols
-from ort_zero.compile.trial import Runner, Trial
+from ort_zero.compile.trial import Trial
+from ort_zero.units.agreement import Agreement, Runner
 
 _MAX_LAYOUTS = 256
 """Number of combinations of sizes for which the sizes of a segment's edges are kept."""

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ort_zero.compile.flops import flops_of
 from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.plan import Plan, TorchCall
-from ort_zero.compile.recompilations import Recompilations
-from ort_zero.compile.trial import Runner, Trial
+from ort_zero.compile.trial import Trial
+from ort_zero.units.agreement import Runner
+from ort_zero.units.recompilations import Recompilations
 
 if TYPE_CHECKING:
     from ort_zero.compile.executor import SegmentRunner

@@ -14,21 +14,21 @@ from ort_zero import log
 from ort_zero.compat import torch_compile
 from ort_zero.compat.torch_modules import modules_of, named_modules_of
 from ort_zero.compile import explain, sessions
-from ort_zero.compile.caches import leave_out_caches
-from ort_zero.compile.class_forward import ClassForward
 from ort_zero.compile.deferred_logits import DeferringHead, is_head
-from ort_zero.compile.dynamo_backend import Compiler, agreement
+from ort_zero.compile.dynamo_backend import Compiler
 from ort_zero.compile.head_loss import ProductsOf
 from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.records import ModelRecord
 from ort_zero.compile.settings import Settings
-from ort_zero.compile.trial import Runner
-from ort_zero.compile.unit_forward import UnitForward, is_compiled, replace_forward, restore_forward
-from ort_zero.compile.unit_trial import UnitTrial, UnitTrials
-from ort_zero.compile.units import Unit, find_units, multiplies
 from ort_zero.errors import ExportError
 from ort_zero.statistics.collect import subscribed_model
 from ort_zero.statistics.collect.graph_capture import mark_places
+from ort_zero.units.agreement import Runner, agreement
+from ort_zero.units.caches import leave_out_caches
+from ort_zero.units.class_forward import ClassForward
+from ort_zero.units.finding import Unit, find_units, multiplies
+from ort_zero.units.unit_forward import UnitForward, is_compiled, replace_forward, restore_forward
+from ort_zero.units.unit_trial import UnitTrial, UnitTrials
 
 _MIN_SHARE = 0.5
 """Share of floating-point operations in ONNX Runtime below which a warning says so."""
@@ -338,5 +338,6 @@ def compile_model(
     Raises:
         ConfigError: a pattern of `exclude` matches no module.
     """
-    units = find_units(module, exclude=exclude, max_elements=max_elements, heads=bool(settings.loss_devices))
+    options: Any = {"stands_alone": is_head} if settings.loss_devices else {}
+    units = find_units(module, exclude=exclude, max_elements=max_elements, **options)
     return CompiledModel(module, settings, units, stage, raises, memory), units

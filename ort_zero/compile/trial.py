@@ -6,22 +6,14 @@ first rank that decides writes its decision, and the others read it. No rank wai
 
 from __future__ import annotations
 
-import enum
-import functools
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from ort_zero.units.agreement import Agreement, Runner, propose_faster, read_decision
+from ort_zero.units.differences import Judges, Outputs, explain_difference
 
-from ort_zero.compile.agreement import Agreement
-
-Outputs = Sequence[torch.Tensor]
-Judges = Callable[[], tuple[Outputs, Iterable[Outputs]]]
-"""Returns a segment's results in float64, and the results of PyTorch's runs with inputs changed by a few roundings.
-These runs may be made as their results are read."""
 _TIMED_RUNS = 3
 """Number of timed runs of a segment in each runtime, by turns; the fastest counts, which noise disturbs least."""
 _CLOSE_RUNS = 8
@@ -38,43 +30,6 @@ _sampled = {"seconds": 0.0}
 """CPU seconds of all samples of this process; first runs are no samples."""
 _SIZES = 64
 """Number of combinations of sizes whose first run is checked."""
-_PART = 1 << 20
-"""Number of elements of a large result that are compared at a time."""
-_FACTOR = 8
-"""Error of ONNX Runtime that is accepted, as a multiple of PyTorch's own error against float64."""
-_SCALE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 2e-5, torch.float64: 1e-12}
-"""Difference that rounding explains, relative to the largest element, before float64 is asked."""
-
-
-class Runner(enum.Enum):
-    """The runtime that runs a segment."""
-
-    ONNXRUNTIME = "onnxruntime"
-    TORCH = "torch"
-
-
-def propose_faster(agreement: Agreement, key: str, in_ort: Sequence[float], in_torch: Sequence[float]) -> str:
-    """Propose the runtime with the shortest run to all ranks, and return their decision.
-
-    Args:
-        agreement: the decisions of all ranks.
-        key: what is decided.
-        in_ort: seconds of the runs in ONNX Runtime.
-        in_torch: seconds of the runs in PyTorch.
-    """
-    gain = min(in_torch) - min(in_ort)
-    faster = Runner.ONNXRUNTIME if gain >= 0 else Runner.TORCH
-    return agreement.propose(key, f"{faster.value} {gain:.3g}")
-
-
-def read_decision(decision: str) -> tuple[Runner, float | None]:
-    """Parse a placement decision such as ``"onnxruntime 0.0012"`` into the faster runtime and the seconds of gain.
-
-    The gain is of one run in ONNX Runtime over one in PyTorch: negative where PyTorch is faster, None where the text
-    has none.
-    """
-    runner, _, gain = decision.partition(" ")
-    return Runner(runner), float(gain) if gain else None
 
 
 @dataclass(slots=True)
@@ -235,98 +190,3 @@ def _in_ort(by_ort: Callable[[], Outputs]) -> Outputs:
         return by_ort()
     except Exception as error:  # ONNX Runtime's exceptions have no public base class
         raise _SessionError(str(error)) from error
-
-
-def explain_difference(results: Outputs, wanted: Outputs, judges: Judges) -> str | None:
-    """Return how the results of ONNX Runtime differ from PyTorch's, in words; None if rounding explains all.
-
-    Where they are further apart than rounding usually puts them, float64 is the judge: ONNX Runtime may be further
-    from it than PyTorch by a small factor. PyTorch's distance is the largest of a few runs with slightly moved inputs.
-    An integer or a bool that differs counts where it is the same in all these runs.
-    """
-    judged = _Judged(judges, wanted)
-    for index, (ours, theirs) in enumerate(zip(results, wanted, strict=True)):
-        if ours.shape != theirs.shape:
-            return f"result {index} has the sizes {tuple(ours.shape)}, not {tuple(theirs.shape)}"
-        if not theirs.dtype.is_floating_point:
-            differ = ours != theirs
-            runs = iter(judged)
-            while differ.any():  # which side of a comparison a number is on can hang on its last bit
-                run = next(runs, None)
-                if run is None:
-                    return f"result {index}: {int(differ.sum())} of {theirs.numel()} elements differ"
-                differ &= run[index] == theirs
-            continue
-        if _is_near(ours, theirs):
-            continue
-        if not _same_special(ours, theirs):
-            return f"result {index} has NaN or infinity at other places than in PyTorch"
-        error, scale = _distance(ours, theirs), _size_of(theirs)
-        if error <= _SCALE[theirs.dtype] * scale:
-            continue
-        runs, torchs = iter(judged), 0.0
-        exact = next(runs)[index]
-        ort = _distance(ours, exact)
-        while ort > _FACTOR * (torchs + torch.finfo(theirs.dtype).eps * scale):
-            run = next(runs, None)
-            if run is None:
-                parts = ort / max(scale, 1e-300), torchs / max(scale, 1e-300)
-                return f"result {index} is wrong by {parts[0]:.1e} of its size (PyTorch: {parts[1]:.1e})"
-            torchs = max(torchs, _distance(run[index], exact))
-    return None
-
-
-class _Judged:
-    """Runs that tell rounding from an error: in float64, in PyTorch, and in PyTorch with slightly moved inputs.
-
-    Each run is made once, when it is read. All results together would not fit into memory for a layer of a large model,
-    whose gradients take a gigabyte a run.
-    """
-
-    def __init__(self, judges: Judges, wanted: Outputs):
-        self._judges, self._wanted = judges, wanted
-        self._runs: list[Outputs] = []
-        self._more: Iterator[Outputs] = iter(())
-
-    def __iter__(self) -> Iterator[Outputs]:
-        if not self._runs:
-            exact, more = self._judges()
-            self._runs, self._more = [exact, self._wanted], iter(more)
-        yield from self._runs
-        for run in self._more:
-            self._runs.append(run)
-            yield run
-
-
-def _is_near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Return True if two float32 or float64 results without NaN and infinity differ by rounding at most.
-
-    This takes no memory of the results' size, and a fourth of the time of the comparison in float64: a layer of a large
-    model has gradients of a gigabyte.
-    """
-    if theirs.dtype not in (torch.float32, torch.float64) or theirs.dim() == 0 or theirs.numel() == 0:
-        return False
-    rows = max(1, _PART * len(theirs) // theirs.numel())
-    norm = functools.partial(torch.linalg.vector_norm, ord=float("inf"))  # NaN if an element is
-    parts = zip(ours.split(rows), theirs.split(rows), strict=True)
-    error, scale = torch.stack([torch.stack((norm(a - b), norm(b))) for a, b in parts]).amax(0).tolist()
-    return math.isfinite(error) and math.isfinite(scale) and error <= _SCALE[theirs.dtype] * scale
-
-
-def _finite(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.nan_to_num(tensor.double(), nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((_finite(a) - _finite(b)).abs().max()) if a.numel() else 0.0
-
-
-def _size_of(tensor: torch.Tensor) -> float:
-    return float(_finite(tensor).abs().max()) if tensor.numel() else 0.0
-
-
-def _same_special(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all()):
-        return True
-    plain: Any = torch.isfinite(a)
-    return bool(torch.equal(plain, torch.isfinite(b))) and bool(torch.equal(torch.isnan(a), torch.isnan(b)))

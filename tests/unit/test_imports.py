@@ -110,10 +110,12 @@ ALLOWED: dict[str, set[str]] = {
     "backends.registry": {"compat", "utils"},
     "ortmodule": {"backends.interface", "backends.registry", "compat", "config", "distributed", "env", "errors", "log",
                   "statistics.collect", "utils", "zero3_hooks"},
+    # what engines that compile a model unit by unit share
+    "units": {"compat", "env", "errors", "log", "statistics.collect", "utils"},
     # the torch.compile backend on today's ONNX Runtime; its conversions know nothing of the rest
     "compile.conversion": {"compat"},
     "compile": {"backends.interface", "backends.registry", "compat", "compile.conversion", "config", "env", "errors",
-                "log", "statistics.collect", "utils"},
+                "log", "statistics.collect", "units", "utils"},
     "ortmodule.backend": {"backends.interface", "compat", "config", "errors", "ortmodule"},
     "backends": {"backends.interface", "compile", "config", "ortmodule.backend"},
     # what connects all this to DeepSpeed and to users

@@ -18,8 +18,8 @@ from ort_zero.compile import sessions
 from ort_zero.compile.bare_backend import ort_zero
 from ort_zero.compile.dynamo_backend import Compiler
 from ort_zero.compile.settings import Settings
-from ort_zero.compile.trial import Runner
 from ort_zero.errors import ConfigError
+from ort_zero.units.agreement import Runner
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import ort_zero
 from ort_zero.compile import head_loss
 from ort_zero.compile.deferred_logits import DeferredLogits, DeferringHead, is_head
-from ort_zero.compile.units import find_units
+from ort_zero.units.finding import find_units
 
 CLASSES, WIDTH = 4096, 16
 
@@ -365,7 +365,7 @@ def test_which_modules_are_heads():
     bert = MODELS["bert"](**sizes)
     assert [unit.path for unit in find_units(bert)][2:] == ["cls"]
     parts = ["cls.predictions.transform", "cls.predictions.decoder"]
-    assert [unit.path for unit in find_units(bert, heads=True)][2:] == parts
+    assert [unit.path for unit in find_units(bert, stands_alone=is_head)][2:] == parts
 
 
 def test_no_more_logits_exist_than_a_chunk_has(monkeypatch):

@@ -17,8 +17,8 @@ from torch import nn
 import ort_zero
 from ort_zero import config, log
 from ort_zero.compile.memory import MemoryBudget
-from ort_zero.compile.unit_forward import UnitForward
 from ort_zero.errors import ConfigError
+from ort_zero.units.unit_forward import UnitForward
 
 TOKENS = torch.randint(0, 90, (2, 32), generator=torch.Generator().manual_seed(0))
 PICTURES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))

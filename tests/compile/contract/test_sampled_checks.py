@@ -20,6 +20,7 @@ from ort_zero.compile.conversion import registry
 from ort_zero.compile.conversion.fragments import Builder, Value
 from ort_zero.config import parse
 from ort_zero.errors import ConfigError
+from ort_zero.units import agreement
 
 WIDTH = 8
 
@@ -84,7 +85,7 @@ class Unit(nn.Module):
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     monkeypatch.setattr(dynamo_backend, "_trials", {})
-    monkeypatch.setattr(dynamo_backend, "_agreements", [])
+    monkeypatch.setattr(agreement, "_agreements", [])
     monkeypatch.setattr(trial, "_SAMPLED_SHARE", 1.0)
     yield
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import ort_zero
-from ort_zero.compile.unit_forward import UnitForward, is_compiled
+from ort_zero.units.unit_forward import UnitForward, is_compiled
 
 WIDTH = 16
 

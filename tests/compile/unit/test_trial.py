@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from ort_zero.compile import trial as trial_module
-from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.records import GraphRecord, ModelRecord, SegmentRecord
-from ort_zero.compile.trial import Runner, Trial, explain_difference
+from ort_zero.compile.trial import Trial
+from ort_zero.units.agreement import Agreement, Runner
+from ort_zero.units.differences import explain_difference
 
 
 class Calls:

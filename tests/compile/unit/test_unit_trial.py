@@ -8,11 +8,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ort_zero
-from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.running_model import _models
-from ort_zero.compile.trial import Runner
-from ort_zero.compile.unit_forward import is_compiled, replace_forward
-from ort_zero.compile.unit_trial import UnitTrial, UnitTrials
+from ort_zero.units.agreement import Agreement, Runner
+from ort_zero.units.unit_forward import is_compiled, replace_forward
+from ort_zero.units.unit_trial import UnitTrial, UnitTrials
 
 
 class Clock:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ort_zero.compat.deepspeed_units import max_gathered_elements
-from ort_zero.compile.unit_forward import UnitForward, is_compiled, replace_forward, restore_forward
-from ort_zero.compile.units import find_units
 from ort_zero.errors import ConfigError
+from ort_zero.units.finding import find_units
+from ort_zero.units.unit_forward import UnitForward, is_compiled, replace_forward, restore_forward
 
 
 class Block(nn.Module):

@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 from ort_zero.compat.deepspeed_parameters import full_size
 from ort_zero.compat.torch_compile import called_module, in_backward, is_dynamos, is_taken_apart, saves_plainly
 from ort_zero.compat.torch_modules import parameters_of
-from ort_zero.compile.second_derivatives import Call
-from ort_zero.compile.trial import Runner
-from ort_zero.compile.unit_trial import UnitTrial
+from ort_zero.units.agreement import Runner
+from ort_zero.units.second_derivatives import Call
+from ort_zero.units.unit_trial import UnitTrial
 
 _NAME = "forward"
 IN_GRAPH = "raised_in_graph"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ort_zero.compat.torch_modules import modules_of
-from ort_zero.compile.unit_forward import replace_forward
+from ort_zero.units.unit_forward import replace_forward
 
 
 def leave_out_caches(model: nn.Module) -> None:

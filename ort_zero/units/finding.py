@@ -7,7 +7,7 @@ unit, so parameters are whole when Dynamo looks, and no collective is in a graph
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 
 from ort_zero.compat.deepspeed_parameters import elements_of, full_shape
 from ort_zero.compat.torch_modules import modules_of, named_modules_of
-from ort_zero.compile.deferred_logits import is_head
 from ort_zero.errors import ConfigError
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -33,7 +32,11 @@ class Unit:
 
 
 def find_units(
-    model: nn.Module, *, exclude: Sequence[str] = (), max_elements: int | None = None, heads: bool = False
+    model: nn.Module,
+    *,
+    exclude: Sequence[str] = (),
+    max_elements: int | None = None,
+    stands_alone: Callable[[nn.Module], bool] = lambda module: False,
 ) -> list[Unit]:
     """Return the units of a model, in the order of ``named_modules``.
 
@@ -42,14 +45,14 @@ def find_units(
         exclude: glob patterns of module paths that stay in PyTorch.
         max_elements: the largest number of parameter elements of a unit; larger blocks are divided further. None does
             not limit them.
-        heads: a head of a model with blocks is a unit of its own.
+        stands_alone: returns True for a module that is a unit of its own if the model has blocks, such as a head.
 
     Raises:
         ConfigError: a pattern of `exclude` matches no module.
     """
     excluded = _excluded(model, exclude)
     blocks = frozenset(_repeated(model))
-    apart = blocks | {id(module) for module in modules_of(model) if heads and blocks and is_head(module)}
+    apart = blocks | {id(module) for module in modules_of(model) if blocks and stands_alone(module)}
 
     def units_below(module: nn.Module, path: str) -> Iterator[Unit]:
         if path in excluded or not multiplies(module):

@@ -5,9 +5,11 @@ The first rank that decides writes into the store of ``torch.distributed``; the 
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,13 @@ from ort_zero.compat.torch_distributed import default_store
 from ort_zero.utils.atomic_write import write_json
 
 _FILE = "placements.json"
+
+
+class Runner(enum.Enum):
+    """The runtime that runs a segment."""
+
+    ONNXRUNTIME = "onnxruntime"
+    TORCH = "torch"
 
 
 class Agreement:
@@ -80,6 +89,41 @@ class Agreement:
                 write_json(self._cache / _FILE, everything, indent=1)
             except OSError:
                 self._cache = None  # a full or read-only disk: the next start measures again
+
+
+_agreements: list[Agreement] = []
+
+
+def agreement() -> Agreement:
+    """Return the decisions of this process's segments and units."""
+    if not _agreements:
+        folder = env.user_cache_dir()
+        _agreements.append(Agreement(folder / "placements" if folder and env.can_write(folder) else None))
+    return _agreements[0]
+
+
+def propose_faster(agreement: Agreement, key: str, in_ort: Sequence[float], in_torch: Sequence[float]) -> str:
+    """Propose the runtime with the shortest run to all ranks, and return their decision.
+
+    Args:
+        agreement: the decisions of all ranks.
+        key: what is decided.
+        in_ort: seconds of the runs in ONNX Runtime.
+        in_torch: seconds of the runs in PyTorch.
+    """
+    gain = min(in_torch) - min(in_ort)
+    faster = Runner.ONNXRUNTIME if gain >= 0 else Runner.TORCH
+    return agreement.propose(key, f"{faster.value} {gain:.3g}")
+
+
+def read_decision(decision: str) -> tuple[Runner, float | None]:
+    """Parse a placement decision such as ``"onnxruntime 0.0012"`` into the faster runtime and the seconds of gain.
+
+    The gain is of one run in ONNX Runtime over one in PyTorch: negative where PyTorch is faster, None where the text
+    has none.
+    """
+    runner, _, gain = decision.partition(" ")
+    return Runner(runner), float(gain) if gain else None
 
 
 def _store() -> Any:
