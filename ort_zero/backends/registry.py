@@ -20,6 +20,12 @@ _runtimes: list[weakref.ref] = []
 """The runtimes of wrapped models, in the order in which the models were wrapped."""
 _not_freed: list[weakref.ref] = []
 """The runtimes of all models that still exist, including models of destroyed engines."""
+_last_statuses: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""The newest status of each runtime that was taken while its module lived."""
+_gone: list[dict[str, Any]] = []
+"""The final status of the newest model, once the model is gone and until another one is wrapped."""
+_OF_MODULES = ("module", "units", "unit_classes")
+"""Keys of a status whose values a freed module can no longer tell."""
 _MIN_COLLECTED_BYTES = 64 << 20
 """Bytes of parameters from which a garbage collection is worth its time, some tenths of a second."""
 
@@ -38,6 +44,10 @@ def register(runtime: Any) -> None:
         gc.collect()
     _runtimes[:] = [ref for ref in _runtimes if ref() is not None]
     _runtimes.append(weakref.ref(runtime))
+    _gone.clear()
+    status_of(runtime)
+    # another wrap of the module replaces this runtime, which must not live on
+    weakref.finalize(runtime.module, _end_if_alive, weakref.ref(runtime)).atexit = False
 
 
 def _bytes_of(module: Any) -> int:
@@ -50,8 +60,37 @@ def _bytes_of(module: Any) -> int:
 
 
 def unregister(runtime: Any) -> None:
-    """Remove the runtime of a destroyed engine's model from :func:`status`."""
+    """Remove the runtime of a model from :func:`runtimes`."""
     _runtimes[:] = [ref for ref in _runtimes if ref() not in (None, runtime)]
+
+
+def end(runtime: Any) -> None:
+    """Take a model that is freed or destroyed out of :func:`runtimes`; the newest model's final status is kept."""
+    living = runtimes()
+    if living and living[-1] is runtime:
+        now, before = runtime.status(), _last_statuses[runtime]
+        failures = {**before["failures"], **now["failures"]}
+        fallbacks = now["fallbacks"] + len(failures) - len(now["failures"])
+        of_module = {key: before[key] for key in _OF_MODULES} if runtime.module is None else {}
+        _gone[:] = [{**now, **of_module, "failures": failures, "fallbacks": fallbacks, "gone": True}]
+    unregister(runtime)
+
+
+def _end_if_alive(reference: weakref.ref) -> None:
+    runtime = reference()
+    if runtime is not None:
+        end(runtime)
+
+
+def status_of(runtime: Any) -> dict[str, Any]:
+    """Return the status of a living model, and keep it for the time after the model's end."""
+    _last_statuses[runtime] = runtime.status()
+    return {**_last_statuses[runtime], "gone": False}
+
+
+def statuses() -> list[dict[str, Any]]:
+    """Return the status of each model, the newest one last; of gone models only that of the newest model."""
+    return [*map(status_of, runtimes()), *_gone]
 
 
 def runtimes() -> list[Any]:

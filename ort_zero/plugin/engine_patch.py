@@ -237,7 +237,7 @@ def _destroy(original):
             session.remove()
         runtime = self.__dict__.pop("ort_zero_runtime", lambda: None)()
         if runtime is not None:
-            registry.unregister(runtime)
+            registry.end(runtime)
         return original(self)
 
     return destroy

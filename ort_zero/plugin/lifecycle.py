@@ -212,10 +212,12 @@ def status() -> dict[str, Any]:
     Keys: ``enabled``, ``reason`` (why the plugin is not enabled, or None), ``patches`` (targets), ``models`` and
     ``fallbacks`` (sum over the models). ``models`` has one entry for each living engine whose section asks for ONNX
     Runtime, the newest one last: ``backend`` (``"onnxruntime"``, ``"torch"`` or ``"not called yet"``), graphs, runs,
-    gathers, reduces, transitions and fallback reason. Its ``called_in_torch`` lists the methods other than forward that
+    gathers, reduces, transitions and fallback reason. The newest model's entry stays once the model is freed or its
+    engine destroyed, with ``gone`` True, until another model is made; the model's memory does not. The entry's
+    ``called_in_torch`` lists the methods other than forward that
     PyTorch has run, with the number of module calls that they made.
     """
-    models = [runtime.status() for runtime in registry.runtimes()]
+    models = registry.statuses()
     reason = "ORT_ZERO_DISABLE is set" if env.disabled() else _state["auto_error"]
     return {
         "enabled": is_enabled(),

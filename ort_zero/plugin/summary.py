@@ -14,6 +14,7 @@ from importlib import metadata
 from typing import Any
 
 from ort_zero import config, env, log
+from ort_zero.backends import registry
 from ort_zero.utils import tables
 from ort_zero.utils.text import shortened
 
@@ -63,9 +64,9 @@ def announce(section: config.Config, module: Any, runtime: Any | None) -> None:
         runtime: the runtime of the model in ONNX Runtime; None for a model in PyTorch.
     """
     logger = log.get_logger()
+    status = registry.status_of(runtime) if runtime is not None else None
     if env.rank() != 0 or not logger.isEnabledFor(logging.INFO):
         return
-    status = runtime.status() if runtime is not None else None
     plans: Sequence[tuple[str, str]] = runtime.memory_summary() if runtime is not None else ()
     if status is None:
         title = f"{type(module).__name__} runs in PyTorch, as the section says"
