@@ -9,6 +9,21 @@ from collections.abc import Iterator
 from typing import Any
 
 
+_hidden = False
+"""Whether a command with ``--quiet`` runs."""
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """Show no bars in a ``with`` block."""
+    global _hidden
+    _hidden = True
+    try:
+        yield
+    finally:
+        _hidden = False
+
+
 class Bar:
     """A progress bar that is not shown, with the methods that callers use of the visible bar."""
 
@@ -42,7 +57,7 @@ def bar(total: int | None, what: str, unit: str = "B", *, shown: bool = True, de
         shown: False on ranks and with options without a bar.
         delay: seconds of work before a bar appears.
     """
-    if not shown or not sys.stderr.isatty():
+    if not shown or _hidden or not sys.stderr.isatty():
         return Bar()
     from ort_zero.utils.terminal_bar import TerminalBar
 

@@ -273,7 +273,7 @@ def test_options_are_frozen():
                 walk(sub, f"{path} {name}".strip())
 
     walk(cli.make_parser(), "")
-    common = ["--debug", "--help", "--json", "-h"]
+    common = ["--debug", "--help", "--json", "--quiet", "-h", "-q"]
     aggregate = [
         "--adapter", "--base", "--from", "--merge-lora", "--part", "--rename", "--strip-prefix",
         "--dry-run", "--dtype", "--exclude-frozen", "--format", "--max-shard-size", "--model-card", "--no-verify",
