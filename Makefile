@@ -84,12 +84,12 @@ $(ORTMODULE_READY): setup.cfg .ci/constraints.txt
 	@$(ORTMODULE_BIN)/python -m ort_zero build
 	@touch $@
 
-# DeepSpeed compiles an operator for shared memory as soon as two ranks start on CPU
+# DeepSpeed compiles an operator for shared memory as soon as a rank starts on CPU
 define needs_compiler
 @command -v $(or $(firstword $(CXX)),g++) >/dev/null || \
-  { echo "error: no C++ compiler, and DeepSpeed compiles an operator of its own when two ranks start: apt-get install g++" >&2; exit 1; }
+  { echo "error: no C++ compiler, and DeepSpeed compiles an operator of its own when a rank starts: apt-get install g++" >&2; exit 1; }
 @$(1) -c 'import os, sys, sysconfig; sys.exit(3 * (not os.path.isfile(os.path.join(sysconfig.get_paths()["include"], "Python.h"))))' 2>/dev/null; \
-  [ $$? != 3 ] || { echo "error: no Python.h, and DeepSpeed compiles an operator of its own when two ranks start: apt-get install python3-dev" >&2; exit 1; }
+  [ $$? != 3 ] || { echo "error: no Python.h, and DeepSpeed compiles an operator of its own when a rank starts: apt-get install python3-dev" >&2; exit 1; }
 endef
 
 .PHONY: compiler

@@ -10,6 +10,9 @@ import sysconfig
 from importlib import metadata
 from pathlib import Path
 
+CURE = "apt-get install g++ python3-dev"
+"""The command that installs what DeepSpeed's operators are compiled with."""
+
 
 def missing_program() -> str | None:
     """Return the program that the installed DeepSpeed needs on CPUs, if the program is missing; else None.
@@ -39,7 +42,7 @@ def compiler() -> str | None:
 def missing_for_operators() -> str | None:
     """Return what DeepSpeed lacks to compile its operator for shared memory; None if nothing, or on a GPU.
 
-    DeepSpeed compiles this operator when two ranks start on a machine without an accelerator, and stops if it cannot.
+    DeepSpeed compiles this operator when a rank starts on a machine without an accelerator, and stops if it cannot.
     """
     if os.environ.get("DS_ACCELERATOR", "cpu") != "cpu":
         return None

@@ -5,6 +5,7 @@ No large package is imported at module level: :func:`autoload` runs at the end o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
@@ -158,10 +159,13 @@ def enable() -> None:
     if _engine_is_patched():
         return  # the armed import hook has just called this function
     from ort_zero.distributed import gloo_exit
+    from ort_zero.errors import PatchError
     from ort_zero.plugin import engine_patch, fp32_patch
     from ort_zero.zero3_hooks import patches as hook_patches
 
     registry.apply("deepspeed", lambda: (*engine_patch.PATCHES, *hook_patches.patches(), *fp32_patch.patches()))
+    with contextlib.suppress(PatchError):  # another torch or DeepSpeed: they say less
+        registry.apply("compiled operators", torch_extensions.patches)
     _state["auto_error"] = None
     gloo_exit.settle_at_exit()
 

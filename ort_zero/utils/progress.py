@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-
 _hidden = False
 """Whether a command with ``--quiet`` runs."""
 
