@@ -158,7 +158,7 @@ class Variant:
 def _leave_out_guards() -> None:
     """Have units run as ``torch.compile`` runs them: graphs go on whatever hooks, methods and gradients change."""
     from ort_zero.compat import compiled_backward, torch_compile
-    from ort_zero.compile import class_forward, unit_forward
+    from ort_zero.units import class_forward, unit_forward
 
     torch_compile._DYNAMO_OPTIONS["skip_nnmodule_hook_guards"] = True
     class_forward.ClassCode.replaced = lambda self, unit: None

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
+GRAPH_NODE = "CompiledFunction"
+"""What the names of the autograd nodes of these graphs begin with."""
 _PREPARED = "_ort_zero_prepared"
 _BEFORE = "_ort_zero_before"
 Backward = Callable[[list[Any]], Sequence[Any]]
@@ -36,7 +38,7 @@ def prepare_backward(results: Iterable[Any]) -> bool:
     for result in results:
         node = result.grad_fn if isinstance(result, torch.Tensor) else None
         for each in (node, *(edge for edge, _ in getattr(node, "next_functions", ())[:1])):
-            if each is not None and each.name().startswith("CompiledFunction") and hasattr(each, "_forward_cls"):
+            if each is not None and each.name().startswith(GRAPH_NODE) and hasattr(each, "_forward_cls"):
                 each.set_materialize_grads(False)
                 _prepare(each._forward_cls)
                 setattr(each, _BEFORE, running.before)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         NodeProfiles,
         OnModelWrapped,
     )
-    from ort_zero.compile.running_model import CompiledModel
+    from ort_zero.units.running_model import UnitsModel
 
 
 def import_hooks(on_wrapped: OnModelWrapped) -> dict[str, Callable[[Any], None]]:
@@ -29,34 +29,33 @@ def refuse(ds_config: Mapping[str, Any]) -> None:
     """Refuse nothing: what ONNX Runtime cannot run, PyTorch runs."""
 
 
-def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) -> CompiledModel:
+def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) -> UnitsModel:
     """Compile the units of `model` in place for a DeepSpeed engine; return what runs the model."""
     stage, max_elements = int(zero.get("stage", 0)), section.compile.max_unit_elements
     from ort_zero.backends import registry
     from ort_zero.compat import deepspeed_units, gloo_collectives, torch_adam, versions
 
     versions.say_untested(versions.require("compile"))  # before the imports below, which need onnx
+    from ort_zero.compile.deferred_logits import is_head
+    from ort_zero.compile.engine import CompileEngine
     from ort_zero.compile.memory import MemoryBudget
-    from ort_zero.compile.running_model import compile_model
     from ort_zero.compile.settings import Settings
+    from ort_zero.units.finding import find_units
+    from ort_zero.units.running_model import UnitsModel
 
     if stage == 3 and max_elements is None:
         max_elements = deepspeed_units.max_gathered_elements(model, zero)
-    running, units = compile_model(
-        model,
-        Settings(
-            verify=section.compile.verify,
-            place=section.compile.place,
-            fuse_loss=section.compile.fuse_loss,
-            save_onnx=section.save_onnx,
-            reproducers=section.compile.reproducers,
-        ),
-        stage=stage,
-        exclude=section.exclude,
-        max_elements=max_elements,
-        raises=section.fallback == "raise",
-        memory=MemoryBudget(section.memory.recompute, section.memory.budget),
+    settings = Settings(
+        verify=section.compile.verify,
+        place=section.compile.place,
+        fuse_loss=section.compile.fuse_loss,
+        save_onnx=section.save_onnx,
+        reproducers=section.compile.reproducers,
     )
+    alone: Any = {"stands_alone": is_head} if settings.loss_devices else {}
+    units = find_units(model, exclude=section.exclude, max_elements=max_elements, **alone)
+    compile_engine = CompileEngine(settings, MemoryBudget(section.memory.recompute, section.memory.budget))
+    running = UnitsModel(model, compile_engine, units, stage, section.fallback == "raise")
     if stage == 3:
         registry.apply("gathers in units", deepspeed_units.patches)
         deepspeed_units.gather_together(unit.module for unit in units)
@@ -88,7 +87,7 @@ def connect(running: Any, engine: Any) -> None:
         engine.module.register_forward_pre_hook(lambda module, args: running.suspend(is_counted()), prepend=True)
 
 
-def run_alone(model: Any, section: config.Config) -> CompiledModel:
+def run_alone(model: Any, section: config.Config) -> UnitsModel:
     """Compile the units of `model` in place, for training without DeepSpeed; return what runs the model.
 
     From now on the process keeps freed memory for the next step.

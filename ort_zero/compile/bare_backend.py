@@ -16,7 +16,7 @@ from ort_zero.compat import versions
 
 if TYPE_CHECKING:
     from ort_zero.compile.records import ModelRecord
-    from ort_zero.compile.running_model import CompiledModel
+    from ort_zero.units.running_model import UnitsModel
 
 
 def ort_zero(
@@ -45,16 +45,17 @@ class TorchCompile(nn.Module):
     """Stands for all functions that the script compiles by ``torch.compile``."""
 
 
-_bare: list[tuple[TorchCompile, CompiledModel]] = []
+_bare: list[tuple[ModelRecord, TorchCompile, UnitsModel]] = []
 
 
 def bare_record() -> ModelRecord:
     """Return the record of what the script itself compiles; ``ort_zero.status()`` shows it from the first graph on."""
-    from ort_zero.compile.running_model import CompiledModel
+    from ort_zero.compile.engine import CompileEngine
     from ort_zero.compile.settings import Settings
+    from ort_zero.units.running_model import UnitsModel
 
     if not _bare:
-        module = TorchCompile()
-        _bare.append((module, CompiledModel(module, Settings(), (), 0, False)))
-        registry.register(_bare[0][1])
-    return _bare[0][1].record
+        module, engine = TorchCompile(), CompileEngine(Settings())
+        _bare.append((engine.record, module, UnitsModel(module, engine, (), 0, False)))
+        registry.register(_bare[0][2])
+    return _bare[0][0]

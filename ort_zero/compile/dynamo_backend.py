@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import GraphModule
 
 from ort_zero import env, log
@@ -17,6 +18,7 @@ from ort_zero.compat import compiled_backward, torch_compile
 from ort_zero.compile import devices, records, sessions, view_chains
 from ort_zero.compile.assembly import Assembled, assemble
 from ort_zero.compile.conversion.fragments import Fragment
+from ort_zero.compile.deferred_logits import DeferringHead, is_head
 from ort_zero.compile.executor import SegmentRunner, program_of
 from ort_zero.compile.head_loss import IN_PYTORCH, Product, Products, fuse_head_and_loss
 from ort_zero.compile.memory import Kept
@@ -103,6 +105,13 @@ class Compiler:
         compiled = compiler(module, example_inputs)
         weakref.finalize(compiled, list(self._products.values()).clear)  # holds them as long as the graph lives
         return _with_gradients_of_pytorch(compiled)
+
+    def forward_of(self, unit: nn.Module, compiled: Compiled) -> Compiled:
+        """Return the compiled forward of a unit; of a head, one that leaves the logits to the loss."""
+        where = self.settings.loss_devices
+        if not where or not is_head(unit):
+            return compiled
+        return DeferringHead(compiled, self.products_of, self.record.note_loss, where)
 
     def products_of(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Products:
         """Return functions for the three products of a head and its loss, each checked and placed like a segment.

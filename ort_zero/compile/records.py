@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.plan import Plan, TorchCall
 from ort_zero.compile.trial import Trial
 from ort_zero.units.agreement import Runner
-from ort_zero.units.recompilations import Recompilations
+from ort_zero.units.records import UnitGraph, UnitsRecord
 
 if TYPE_CHECKING:
     from ort_zero.compile.executor import SegmentRunner
@@ -41,21 +41,15 @@ class SegmentRecord:
 
 
 @dataclass(slots=True)
-class GraphRecord:
-    """One compiled graph."""
+class GraphRecord(UnitGraph):
+    """One compiled graph; one of the direction ``loss`` is a product of a head and its loss in chunks."""
 
-    direction: str
-    """``forward``, ``backward`` or ``inference``; ``loss``: a product of a head and its loss in chunks."""
     segments: list[SegmentRecord]
     in_torch: Counter[str]
     """The operators that PyTorch runs between the segments, with their numbers."""
     reasons: dict[str, str]
     """Why PyTorch runs each of these operators."""
     torch_flops: int
-    unit: str
-    """Name of the compiled module's class."""
-    recompile_reason: str | None
-    """Why Dynamo compiled the unit again; None for its first graph."""
 
     def text(self) -> str:
         """Return the graph in a line: direction, segments, operators that PyTorch runs, and why the graph was made."""
@@ -66,52 +60,17 @@ class GraphRecord:
 
 
 @dataclass(slots=True)
-class ModelRecord:
-    """What was compiled for one model."""
+class ModelRecord(UnitsRecord[GraphRecord]):
+    """What was compiled for one model. PyTorch runs units whole if ONNX Runtime runs or saves too little of them."""
 
-    graphs: list[GraphRecord] = field(default_factory=list)
-    dynamo_graphs: int = 0
-    """Number of graphs that Dynamo has captured; each becomes a forward and a backward, or an inference graph."""
-    runs: Counter[str] = field(default_factory=Counter)
-    """Number of graph runs by direction."""
     losses: int = 0
     """Number of losses that were computed without all logits, outside of graphs."""
-    recompilations: list[Recompilations] = field(default_factory=list)
-    """The reasons for new graphs, of each class of units."""
     memory: MemoryBudget = field(default_factory=MemoryBudget)
     """What forwards keep for backwards."""
-    on_first_step: Callable[[], None] | None = None
-    """The function to call once the first step is over: at the next forward, or after the engine's step."""
-
-    units_in_torch: set[str] = field(default_factory=set)
-    """Class names of units that PyTorch runs whole: ONNX Runtime ran too little of them, or saved too little time."""
-
-    are_stale: bool = False
-    """Whether the units are to be compiled again: the next graph replaces all that are here."""
-
-    def add(self, graph: GraphRecord) -> None:
-        """Add a compiled graph."""
-        if self.are_stale:
-            self.graphs.clear()
-            self.units_in_torch.clear()
-            self.are_stale = False
-        self.graphs.append(graph)
-
-    def note_run(self, direction: str) -> None:
-        """Count a run of a graph."""
-        self.runs[direction] += 1
-        if direction == "forward":
-            self.end_first_step()
 
     def note_loss(self) -> None:
         """Count a loss that was computed without all logits."""
         self.losses += 1
-
-    def end_first_step(self) -> None:
-        """Call :attr:`on_first_step`, once, if a backward has run."""
-        if self.on_first_step is not None and self.runs["backward"]:
-            call, self.on_first_step = self.on_first_step, None
-            call()
 
     def goes_to_torch(self, unit: str) -> bool:
         """Return True if PyTorch runs all units of a class from now on; once True, the answer stays True."""
@@ -164,18 +123,6 @@ class ModelRecord:
     def _segments_in_ort(self) -> list[SegmentRecord]:
         running = (g for g in self.graphs if g.direction == "loss" or g.unit not in self.units_in_torch)
         return [segment for graph in running for segment in graph.segments if segment.in_ort]
-
-    def transitions(self) -> list[dict[str, str]]:
-        """Return each graph that was made since no earlier one fitted, with the change that Dynamo names."""
-        return [
-            {
-                "unit": graph.unit,
-                "mode": "inference" if graph.direction == "inference" else "training",
-                "reason": graph.recompile_reason,
-            }
-            for graph in self.graphs
-            if graph.recompile_reason
-        ]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as plain values."""

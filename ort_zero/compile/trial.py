@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ort_zero.units.agreement import Agreement, Runner, propose_faster, read_decision
+from ort_zero.units.agreement import Agreement, Decision, Runner
 from ort_zero.units.differences import Judges, Outputs, explain_difference
 
 _TIMED_RUNS = 3
@@ -161,7 +161,7 @@ class Trial:
         results = _in_ort(by_ort) if in_ort else by_torch()
         self._times.append(self.clock() - begin)  # not of a run that an error or Ctrl-C has ended
         if len(self._times) == 2 * _CLOSE_RUNS or (not in_ort and self._is_clear()):
-            self._place(propose_faster(agreement, self.key, self._times[::2], self._times[1::2]))
+            self._place(agreement.place_faster(self.key, self._times[::2], self._times[1::2]))
         return results
 
     def _is_clear(self) -> bool:
@@ -171,8 +171,8 @@ class Trial:
         agree = len({a < b for a, b in zip(ort, in_torch)}) == 1
         return len(ort) >= _TIMED_RUNS and faster < _CLOSE * slower and agree
 
-    def _place(self, decision: str) -> None:
-        self.runner, self.gain = read_decision(decision)
+    def _place(self, decision: Decision) -> None:
+        self.runner, self.gain = decision
         if self.runner is Runner.TORCH:
             self.reason = "PyTorch is faster"
 

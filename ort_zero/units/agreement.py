@@ -6,6 +6,7 @@ The first rank that decides writes into the store of ``torch.distributed``; the 
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import json
 import platform
@@ -31,6 +32,10 @@ class Runner(enum.Enum):
     TORCH = "torch"
 
 
+Decision = tuple[Runner, float | None]
+"""The faster runtime, and the seconds that ONNX Runtime saves in a run: negative where PyTorch is faster."""
+
+
 class Agreement:
     """The decisions of all ranks on segments, by the keys of their models."""
 
@@ -54,28 +59,38 @@ class Agreement:
         if store is not None:
             store.set(f"failed/{key}", reason)
 
-    def placement(self, key: str) -> str | None:
-        """Return the runtime and its gain, as a rank or an earlier run has measured them; None if nobody has."""
+    def placement(self, key: str) -> Decision | None:
+        """Return the decision that a rank or an earlier run has made; None if nobody has."""
         if key not in self._placements:
             told = _told(f"placed/{key}")
             if told is None and " " in self._kept.get(key, ""):  # caches of before the gain was kept are measured anew
-                told = self.propose(key, self._kept[key])
-            if told is not None:
-                self._placements[key] = told
-        return self._placements.get(key)
+                return self._place(key, self._kept[key])
+            if told is None:
+                return None
+            self._placements[key] = told
+        return _read_decision(self._placements[key])
 
-    def propose(self, key: str, runner: str) -> str:
-        """Return the decision of all ranks: the first rank that proposes one decides.
+    def place_faster(
+        self, key: str, in_ort: Sequence[float], in_torch: Sequence[float], slowdown: float = 1.0
+    ) -> Decision:
+        """Propose the runtime with the shortest run to all ranks, and return their decision: the first rank's.
 
         Args:
             key: name of the segment's model, or of equal units.
-            runner: the faster runtime, and after a space the seconds that ONNX Runtime saves.
+            in_ort: seconds of the runs in ONNX Runtime.
+            in_torch: seconds of the runs in PyTorch.
+            slowdown: ONNX Runtime may take this multiple of PyTorch's seconds.
         """
+        gain = min(in_torch) - min(in_ort)
+        faster = Runner.ONNXRUNTIME if min(in_ort) <= slowdown * min(in_torch) else Runner.TORCH
+        return self._place(key, f"{faster.value} {gain:.3g}")
+
+    def _place(self, key: str, proposed: str) -> Decision:
         store = _store()
-        decided = store.compare_set(f"placed/{key}", "", runner).decode() if store is not None else runner
+        decided = store.compare_set(f"placed/{key}", "", proposed).decode() if store is not None else proposed
         self._placements[key] = decided
         self._keep(key, decided)
-        return decided
+        return _read_decision(decided)
 
     def _keep(self, key: str, runner: str) -> None:
         if self._cache is None or self._kept.get(key) == runner:
@@ -91,38 +106,16 @@ class Agreement:
                 self._cache = None  # a full or read-only disk: the next start measures again
 
 
-_agreements: list[Agreement] = []
-
-
+@functools.cache
 def agreement() -> Agreement:
     """Return the decisions of this process's segments and units."""
-    if not _agreements:
-        folder = env.user_cache_dir()
-        _agreements.append(Agreement(folder / "placements" if folder and env.can_write(folder) else None))
-    return _agreements[0]
+    folder = env.user_cache_dir()
+    return Agreement(folder / "placements" if folder and env.can_write(folder) else None)
 
 
-def propose_faster(agreement: Agreement, key: str, in_ort: Sequence[float], in_torch: Sequence[float]) -> str:
-    """Propose the runtime with the shortest run to all ranks, and return their decision.
-
-    Args:
-        agreement: the decisions of all ranks.
-        key: what is decided.
-        in_ort: seconds of the runs in ONNX Runtime.
-        in_torch: seconds of the runs in PyTorch.
-    """
-    gain = min(in_torch) - min(in_ort)
-    faster = Runner.ONNXRUNTIME if gain >= 0 else Runner.TORCH
-    return agreement.propose(key, f"{faster.value} {gain:.3g}")
-
-
-def read_decision(decision: str) -> tuple[Runner, float | None]:
-    """Parse a placement decision such as ``"onnxruntime 0.0012"`` into the faster runtime and the seconds of gain.
-
-    The gain is of one run in ONNX Runtime over one in PyTorch: negative where PyTorch is faster, None where the text
-    has none.
-    """
-    runner, _, gain = decision.partition(" ")
+def _read_decision(text: str) -> Decision:
+    """Parse a decision such as ``"onnxruntime 0.0012"``."""
+    runner, _, gain = text.partition(" ")
     return Runner(runner), float(gain) if gain else None
 
 

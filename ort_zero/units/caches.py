@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ort_zero.compat.torch_modules import modules_of
-from ort_zero.units.unit_forward import replace_forward
+from ort_zero.units.unit_forward import Replacement, replace_forward
 
 
 def leave_out_caches(model: nn.Module) -> None:
@@ -23,19 +23,18 @@ def leave_out_caches(model: nn.Module) -> None:
     for module in modules_of(model):
         if getattr(getattr(module, "config", None), "use_cache", False) is True:
             if "use_cache" in inspect.signature(module.forward).parameters:
-                replace_forward(module, _without_cache, _raise)
+                replace_forward(module, _WithoutCache())
                 return
 
 
-def _without_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def without_cache(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if module.training and torch.is_grad_enabled() and not kwargs.keys() & {"use_cache", "past_key_values"}:
-            kwargs["use_cache"] = False
-        return forward(module, *args, **kwargs)
+class _WithoutCache(Replacement):
+    """Calls a module without its cache in training."""
 
-    return without_cache
+    def compile(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def without_cache(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module.training and torch.is_grad_enabled() and not kwargs.keys() & {"use_cache", "past_key_values"}:
+                kwargs["use_cache"] = False
+            return function(module, *args, **kwargs)
 
-
-def _raise(error: Exception) -> None:
-    raise error
+        return without_cache

@@ -71,7 +71,7 @@ class ClassForward:
     Args:
         function: the forward that was compiled, of a unit and its arguments.
         compiled: the compiled forward.
-        in_ort: whether ONNX Runtime runs all it can; calls without gradients are then compiled at once.
+        compiles_evaluations: whether calls without gradients are compiled from the first one on.
         clock: returns the time in seconds.
     """
 
@@ -79,12 +79,12 @@ class ClassForward:
         self,
         function: Callable[..., Any],
         compiled: Callable[..., Any],
-        in_ort: bool = False,
+        compiles_evaluations: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.function, self.compiled = function, compiled
         self.code = ClassCode()
-        self._in_ort, self._clock = in_ort, clock
+        self._compiles_evaluations, self._clock = compiles_evaluations, clock
         self._sizes: set[Any] = set()
         self._seconds = 0.0
         """Seconds in PyTorch of calls without gradients."""
@@ -129,7 +129,7 @@ class ClassForward:
         """
         if any(isinstance(each, torch.Tensor) and each.requires_grad for each in (*args, *kwargs.values())):
             return False
-        if not self._in_ort and self._seconds < _WORTH_GRAPHS:
+        if not self._compiles_evaluations and self._seconds < _WORTH_GRAPHS:
             return True
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -19,28 +19,22 @@ class GraphCompiler(Protocol):
     """The reasons for the graphs, told by Dynamo's guards; ``note_graph()`` returns the reason for the newest graph."""
 
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        """Return a function that computes a captured graph: it takes the graph's inputs, and returns its results.
+        """Return a function that takes the inputs of a captured graph, and returns the graph's results.
 
-        The call adds to the engine's record: 1 to ``dynamo_graphs``, and one graph for each direction. Each run of the
-        returned function calls ``record.note_run``. An exception that a run raises has the attribute
-        :data:`ort_zero.units.unit_forward.IN_GRAPH`; the unit then runs in PyTorch. A backward that is the engine's
-        own calls ``compiled_backward.running.before``, as it was in the forward, before it reads weights (ZeRO-3).
+        The call enters the graph in the engine's record, and each run calls ``record.note_run``. An exception of a run
+        gets the attribute :data:`ort_zero.units.unit_forward.IN_GRAPH`; PyTorch then runs the unit. A backward first
+        calls what ``compiled_backward.running.before`` was in its forward: ZeRO-3 makes the weights whole.
 
         Raises:
-            ExportError: the engine cannot run the graph, with what and the way out; PyTorch then runs the unit.
+            ExportError: the engine cannot run the graph; PyTorch then runs the unit.
         """
 
     def forward_of(self, unit: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward of one unit, called with the unit and its arguments: `compiled`, or a form around it.
-
-        Args:
-            unit: the unit.
-            compiled: the forward of the unit's class, compiled with this compiler.
-        """
+        """Return the forward of one unit: the compiled forward of the unit's class, or a form around it."""
 
 
 class Engine(Protocol):
-    """Runs the units of one model."""
+    """Runs the units of one model. Units are named by the names of their classes."""
 
     name: str
     """The engine's name in ``ort_zero.status()``: ``compile`` or ``ortmodule``."""
@@ -53,43 +47,24 @@ class Engine(Protocol):
 
     @property
     def record(self) -> UnitsRecord[Any]:
-        """The graphs of the model's units, and their runs; one object as long as the engine lives."""
-
-    @property
-    def times_units(self) -> bool:
-        """Whether units may go back to PyTorch since they are slower; then a unit is settled once that is decided."""
+        """The graphs of the model's units, and their runs."""
 
     def compiler(self, unit_class: str, exclude: tuple[str, ...]) -> GraphCompiler:
-        """Return a new compiler, whose `recompilations` the engine's record has too.
-
-        Args:
-            unit_class: name of the units' class.
-            exclude: paths of submodules, from the unit on, that stay in PyTorch.
-        """
+        """Return a new compiler, whose `recompilations` the record has too; `exclude` is ``Unit.excluded``."""
 
     def timed_keys(self, unit: nn.Module, unit_class: str) -> Sequence[str] | None:
-        """Return names of the unit's graphs by which a trial of the whole unit is shared; None: it is not timed now.
-
-        The names are the same on all ranks and in all processes where the graphs are.
-        """
+        """Return names of the unit's graphs, equal on all ranks and in all processes; None: it is not timed now."""
 
     def goes_to_torch(self, unit: nn.Module, unit_class: str) -> bool:
         """Return True if PyTorch runs a unit from now on, without a trial of the whole unit."""
 
     def end_first_step(self, status: Callable[[], dict[str, Any]]) -> bool:
-        """Write what a command asks of the first step; return True if the units must be compiled again.
-
-        Args:
-            status: returns the model's entry in ``ort_zero.status()["models"]``.
-        """
+        """Write what a command asks of the first step and its status; return True to have the units compiled again."""
 
     def status(self, units_are_settled: bool) -> dict[str, Any]:
-        """Return the engine's own keys of the model's entry in ``ort_zero.status()["models"]``, as plain values.
+        """Return the keys of the model's entry that are the engine's own: ``backend``, ``in_torch`` and others.
 
-        ``backend``, ``sessions``, ``in_torch``, ``memory``, and a key of the engine's with what it alone tells.
-
-        Args:
-            units_are_settled: it is decided for each unit whether it stays compiled.
+        `units_are_settled` is True once each timed unit stays compiled or is back in PyTorch.
         """
 
     def memory_summary(self) -> Sequence[tuple[str, str]]:

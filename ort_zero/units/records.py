@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 from ort_zero.units.recompilations import Recompilations
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class UnitGraph:
-    """One compiled graph; engines add what they know of it."""
+    """One compiled graph; an engine has a subclass with what it knows of its graphs."""
 
     direction: str
     """``forward``, ``backward`` or ``inference``; of the compile engine also ``loss``: a product of a head."""

@@ -49,12 +49,12 @@ class Call:
     def _tensors(self) -> list[torch.Tensor]:
         return [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
 
-    def watch(self, results: Any) -> None:
-        """Watch the backward of the results, if one graph has made all results that need gradients."""
+    def watch(self, results: Any, graph_node: str) -> None:
+        """Watch the backward of the results, if one graph, as its node's name says, made all that need gradients."""
         made = _with_gradients(results)
         nodes: set[Any] = {leaf.grad_fn for leaf in made}
         node = nodes.pop() if len(nodes) == 1 else None
-        if node is not None and node.name().startswith("CompiledFunction"):  # a result may be a leaf
+        if node is not None and node.name().startswith(graph_node):  # a result may be a leaf
             self._outputs = [leaf.output_nr for leaf in made]
             self._edges = node.next_functions
             node.register_hook(self._after_backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import inspect
 import types
@@ -28,6 +29,32 @@ _WATCHED = 64
 """Number of first calls whose backwards are watched for ``create_graph=True``; some penalties come every 16 steps."""
 
 
+class Replacement(abc.ABC):
+    """What runs a unit in place of the unit's own forward; one object may serve many units."""
+
+    graph_node: str | None = None
+    """What the names of the graphs' autograd nodes begin with; None: no backward is watched for ``create_graph``."""
+
+    @abc.abstractmethod
+    def compile(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the compiled form of a function of the unit and its arguments; called again for another function."""
+
+    def failed(self, error: Exception) -> None:
+        """Raise the error of a compilation that failed; a subclass may return, and PyTorch runs the unit."""
+        raise error
+
+    def goes_to_torch(self, unit: nn.Module) -> bool:
+        """Return True if PyTorch runs the unit from now on."""
+        return False
+
+    def trial_of(self, unit: nn.Module, inputs: Any) -> UnitTrial | None:
+        """Return the trial of a call with the unit and its arguments; None for a call that is not to be timed."""
+        return None
+
+    def differentiated(self) -> None:  # noqa: B027
+        """Note that a backward of the unit is to be differentiated; called only with a :attr:`graph_node`."""
+
+
 class UnitForward:
     """The forward of one unit: calls the compiled function of the unit's class.
 
@@ -37,32 +64,22 @@ class UnitForward:
 
     Args:
         unit: the unit.
-        compile_function: compiles a function of the unit and its arguments; the same function is compiled once.
+        replacement: compiles the unit's forward, and decides when PyTorch runs the unit.
         original: the unit's own forward, called with the unit and the arguments.
-        failed: called with the error of a compilation that failed; raises it or lets PyTorch run the unit.
-        is_slower: returns whether the unit is faster in PyTorch.
-        differentiated: called when a backward of the unit is to be differentiated; None does not look for that.
-        trial_of: returns the trial of a call with the unit and its arguments, None before all segments are placed.
+        compiled: the compiled forward; None compiles `original`.
     """
 
     def __init__(
         self,
         unit: nn.Module,
-        compile_function: Callable[[Callable[..., Any]], Callable[..., Any]],
+        replacement: Replacement,
         original: Callable[..., Any],
-        failed: Callable[[Exception], None],
-        is_slower: Callable[[], bool] = lambda: False,
-        differentiated: Callable[[], None] | None = None,
-        trial_of: Callable[[nn.Module, Any], UnitTrial | None] = lambda unit, inputs: None,
+        compiled: Callable[..., Any] | None = None,
     ):
         self.unit = unit
-        self._compile = compile_function
-        self.compiled: Callable[..., Any] | None = compile_function(original)
+        self.replacement = replacement
+        self.compiled: Callable[..., Any] | None = compiled or replacement.compile(unit, original)
         self.original = original
-        self.failed = failed
-        self.is_slower = is_slower
-        self.differentiated = differentiated
-        self.trial_of = trial_of
         self.calls = 0
         self._may_be_lazy = True
         """Whether the next call may give parameters their shapes and first values."""
@@ -89,7 +106,7 @@ class UnitForward:
             return self._run_plainly(self.unit, args, kwargs)
         if not isinstance(self.original, _OwnForward) and type(self.unit).forward is not self.original:
             self.original = type(self.unit).forward
-            self.compiled = self._compile(self.original)
+            self.compiled = self.replacement.compile(self.unit, self.original)
         self.calls += 1
         # not in a backward: activation checkpointing must compute again what the forward has computed
         trial = None
@@ -97,16 +114,16 @@ class UnitForward:
             trial = self._trial((args, kwargs))
             if self.compiled is None:
                 return self._run_plainly(self.unit, args, kwargs)
-        call = None
-        if self.calls <= _WATCHED and self.differentiated is not None and torch.is_grad_enabled() and saves_plainly():
-            call = Call(self.unit, self.original, (args, kwargs), self.differentiated)
+        call, node = None, self.replacement.graph_node
+        if self.calls <= _WATCHED and node is not None and torch.is_grad_enabled() and saves_plainly():
+            call = Call(self.unit, self.original, (args, kwargs), self.replacement.differentiated)
         try:
             if trial is not None:
                 results, is_compiled = trial.run(self.compiled, self.original, self.unit, args, kwargs)
             else:
                 results, is_compiled = self.compiled(self.unit, *args, **kwargs), True
-            if call is not None and is_compiled:
-                call.watch(results)
+            if call is not None and node is not None and is_compiled:
+                call.watch(results, node)
             return results
         except Exception as error:
             if not (is_dynamos(error) or getattr(error, IN_GRAPH, False)):
@@ -116,7 +133,7 @@ class UnitForward:
         results = self._run_plainly(self.unit, args, kwargs)
         if any(parameter.numel() < full_size(parameter) for parameter in parameters_of(self.unit)):
             return results  # a call outside of the engine's forward; the next one within it is compiled
-        self.failed(failure)
+        self.replacement.failed(failure)
         self.compiled = None
         return results
 
@@ -131,12 +148,12 @@ class UnitForward:
         if getattr(self.compiled, "must_stay_compiled", False):
             self.is_settled = True
             return None
-        if self.calls in _ASKED and self.is_slower():
+        if self.calls in _ASKED and self.replacement.goes_to_torch(self.unit):
             self.compiled = None
             return None
         if not torch.is_grad_enabled():
             return None
-        trial = self.trial_of(self.unit, inputs)
+        trial = self.replacement.trial_of(self.unit, inputs)
         if trial is not None and not saves_plainly():
             self.is_settled = True
             return None
@@ -148,10 +165,7 @@ class UnitForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitForward:
         unit = memo.get(id(self.unit), self.unit)
-        others = self.is_slower, self.differentiated, self.trial_of
-        copied = UnitForward(unit, self._compile, self.original, self.failed, *others)
-        copied.compiled = self.compiled or self.original
-        return copied
+        return UnitForward(unit, self.replacement, self.original, self.compiled or self.original)
 
     def __reduce__(self) -> Any:
         if isinstance(self.original, _OwnForward):
@@ -159,24 +173,8 @@ class UnitForward:
         return getattr, (self.unit, _NAME)  # the class's forward: when this is loaded, the instance has no other
 
 
-def replace_forward(
-    unit: nn.Module,
-    compile_function: Callable[[Callable[..., Any]], Callable[..., Any]],
-    failed: Callable[[Exception], None],
-    is_slower: Callable[[], bool] = lambda: False,
-    differentiated: Callable[[], None] | None = None,
-    trial_of: Callable[[nn.Module, Any], UnitTrial | None] = lambda unit, inputs: None,
-) -> None:
-    """Replace the forward of a unit by its compiled form.
-
-    Args:
-        unit: the unit.
-        compile_function: see :class:`UnitForward`.
-        failed: see :class:`UnitForward`.
-        is_slower: see :class:`UnitForward`.
-        differentiated: see :class:`UnitForward`.
-        trial_of: see :class:`UnitForward`.
-    """
+def replace_forward(unit: nn.Module, replacement: Replacement) -> None:
+    """Replace the forward of a unit by its compiled form."""
     current = vars(unit).get(_NAME)
     if isinstance(current, UnitForward):
         original = current.original
@@ -184,7 +182,7 @@ def replace_forward(
         original = _OwnForward(current)
     else:
         original = type(unit).forward
-    setattr(unit, _NAME, UnitForward(unit, compile_function, original, failed, is_slower, differentiated, trial_of))
+    setattr(unit, _NAME, UnitForward(unit, replacement, original))
 
 
 def restore_forward(unit: nn.Module) -> None:

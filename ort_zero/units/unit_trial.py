@@ -17,7 +17,7 @@ from torch import nn
 from ort_zero.compat.deepspeed_parameters import full_shape
 from ort_zero.compat.torch_compile import tree_leaves
 from ort_zero.compat.torch_modules import parameters_of
-from ort_zero.units.agreement import Agreement, Runner, propose_faster, read_decision
+from ort_zero.units.agreement import Agreement, Runner
 
 _RUNS = 12
 """Number of timed forwards and backwards in each form; the fastest counts, which noise disturbs least."""
@@ -32,16 +32,23 @@ class UnitTrial:
         key: name of the units' content, the same on all ranks and in all processes.
         agreement: the decisions of all ranks.
         clock: returns the time in seconds.
+        slowdown: units stay compiled while they take at most this multiple of their time in PyTorch.
     """
 
-    def __init__(self, key: str, agreement: Agreement, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        key: str,
+        agreement: Agreement,
+        clock: Callable[[], float] = time.perf_counter,
+        slowdown: float = 1.0,
+    ):
         self._key = key
         self._agreement = agreement
-        self._clock = clock
+        self._clock, self._slowdown = clock, slowdown
         self._calls = 0
         self._times: dict[Runner, list[float]] = {runner: [] for runner in Runner}
         decided = agreement.placement(key)
-        self.runner = None if decided is None else read_decision(decided)[0]
+        self.runner = None if decided is None else decided[0]
         """The decision: ``ONNXRUNTIME`` runs units compiled, ``TORCH`` by their own forwards; None until it is made."""
 
     def run(
@@ -98,33 +105,13 @@ class UnitTrial:
         self._times[runner].append(seconds)
         if self.runner is None and all(len(times) >= _RUNS for times in self._times.values()):
             in_ort, in_torch = self._times[Runner.ONNXRUNTIME], self._times[Runner.TORCH]
-            self.runner, _ = read_decision(propose_faster(self._agreement, self._key, in_ort, in_torch))
+            self.runner, _ = self._agreement.place_faster(self._key, in_ort, in_torch, self._slowdown)
 
 
-class UnitTrials:
-    """Trials of the units of one model, one for all equal units.
-
-    Args:
-        agreement: returns the decisions of all ranks.
-    """
-
-    def __init__(self, agreement: Callable[[], Agreement]):
-        self._agreement = agreement
-        self._trials: dict[str, UnitTrial] = {}
-
-    def of(self, unit: nn.Module, inputs: Any, segments: Iterable[str]) -> UnitTrial:
-        """Return the trial of a unit's call, shared by units of equal class, parameters, inputs and segments.
-
-        Args:
-            unit: the unit.
-            inputs: its arguments.
-            segments: the keys of the segments of the unit's class.
-        """
-        parameters = [full_shape(parameter) for parameter in parameters_of(unit)]
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        read = [(tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
-        facts = (type(unit).__qualname__, unit.training, parameters, read, sorted(segments))
-        key = "unit_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-        if key not in self._trials:
-            self._trials[key] = UnitTrial(key, self._agreement())
-        return self._trials[key]
+def trial_key(unit: nn.Module, inputs: Any, graphs: Iterable[str]) -> str:
+    """Return the key of a unit's calls, shared by units of equal class, parameters, inputs and names of graphs."""
+    parameters = [full_shape(parameter) for parameter in parameters_of(unit)]
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    read = [(tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
+    facts = (type(unit).__qualname__, unit.training, parameters, read, sorted(graphs))
+    return "unit_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

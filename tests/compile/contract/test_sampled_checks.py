@@ -20,7 +20,7 @@ from ort_zero.compile.conversion import registry
 from ort_zero.compile.conversion.fragments import Builder, Value
 from ort_zero.config import parse
 from ort_zero.errors import ConfigError
-from ort_zero.units import agreement
+from ort_zero.units.agreement import agreement
 
 WIDTH = 8
 
@@ -85,9 +85,10 @@ class Unit(nn.Module):
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     monkeypatch.setattr(dynamo_backend, "_trials", {})
-    monkeypatch.setattr(agreement, "_agreements", [])
+    agreement.cache_clear()
     monkeypatch.setattr(trial, "_SAMPLED_SHARE", 1.0)
     yield
+    agreement.cache_clear()
 
 
 def trained(model: nn.Module, calls: list[torch.Tensor]) -> list[Any]:

@@ -585,7 +585,7 @@ def test_sizes_that_keep_changing_without_gradients_make_no_graphs():
 
 
 def test_an_evaluation_is_compiled_once_it_is_worth_the_graphs(monkeypatch):
-    from ort_zero.compile import class_forward
+    from ort_zero.units import class_forward
 
     seconds = iter(range(10_000))
     make = class_forward.ClassForward.__init__

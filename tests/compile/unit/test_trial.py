@@ -13,7 +13,7 @@ from ort_zero.compile import trial as trial_module
 from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.records import GraphRecord, ModelRecord, SegmentRecord
 from ort_zero.compile.trial import Trial
-from ort_zero.units.agreement import Agreement, Runner
+from ort_zero.units.agreement import Agreement, Decision, Runner
 from ort_zero.units.differences import explain_difference
 
 
@@ -292,12 +292,12 @@ class OtherRank(Agreement):
     """Decisions with what another rank has decided."""
 
     failed: str | None = None
-    placed: str | None = None
+    placed: Decision | None = None
 
     def failure(self, key: str) -> str | None:
         return self.failed or super().failure(key)
 
-    def placement(self, key: str) -> str | None:
+    def placement(self, key: str) -> Decision | None:
         return self.placed or super().placement(key)
 
 
@@ -325,7 +325,7 @@ def test_a_burst_of_other_work_does_not_decide(wins: str):
 
 def test_a_placement_of_another_rank_ends_the_timing():
     calls, trial, agreement = correct((0.0, 0.002)), Trial("key", "sampled", "measured"), OtherRank()
-    agreement.placed = "torch"
+    agreement.placed = Runner.TORCH, None
     calls.run(trial, agreement, 2)
     assert trial.runner is Runner.TORCH and calls.counts["ort"] == 1
 
@@ -351,10 +351,10 @@ def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains,
     record = ModelRecord()
     for direction, gain in zip(("forward", "backward"), gains, strict=True):
         trial = Trial(direction, "sampled", "measured", runner=Runner.ONNXRUNTIME, gain=gain)
-        record.graphs.append(GraphRecord(direction, [SegmentRecord(trial, 3, 10**9)], Counter(), {}, 0, "Block", None))
+        record.graphs.append(GraphRecord(direction, "Block", None, [SegmentRecord(trial, 3, 10**9)], Counter(), {}, 0))
     trial = Trial("loss", "sampled", "measured", runner=Runner.TORCH)
     for unit in ("Block", "Linear"):
-        record.graphs.append(GraphRecord("loss", [SegmentRecord(trial, 2, 10**12)], Counter(), {}, 0, unit, None))
+        record.graphs.append(GraphRecord("loss", unit, None, [SegmentRecord(trial, 2, 10**12)], Counter(), {}, 0))
     assert record.prefers_torch("Block") is prefers
     assert not record.prefers_torch("Another") and not record.prefers_torch("Linear")  # the loss stays in chunks
     before = record.as_dict()
@@ -372,7 +372,7 @@ def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains,
 
 def test_the_gain_of_a_placement_is_kept(tmp_path):
     agreement = Agreement(tmp_path)
-    agreement.propose("key", "onnxruntime 0.0015")
+    agreement.place_faster("key", [0.001], [0.0025])
     trial = Trial("key", "off", "measured", is_checked=True)
     calls = correct()
     calls.run(trial, Agreement(tmp_path))

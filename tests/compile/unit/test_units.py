@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from ort_zero.compat.deepspeed_units import max_gathered_elements
 from ort_zero.errors import ConfigError
 from ort_zero.units.finding import find_units
-from ort_zero.units.unit_forward import UnitForward, is_compiled, replace_forward, restore_forward
+from ort_zero.units.unit_forward import Replacement, UnitForward, is_compiled, replace_forward, restore_forward
 
 
 class Block(nn.Module):
@@ -87,25 +88,23 @@ def test_nested_blocks_belong_to_the_outermost():
     assert paths(nn.Sequential(nn.Linear(4, 4), stages)) == ["0", "1.0", "1.1"]
 
 
-class Doubling:
-    """A compilation that doubles results, and counts how often a function is compiled."""
+class Doubling(Replacement):
+    """A compilation that doubles results, until PyTorch runs the unit."""
 
-    def __init__(self) -> None:
-        self.compiled = 0
+    def __init__(self, is_slower: Callable[[], bool] = lambda: False):
+        self.is_slower = is_slower
 
-    def __call__(self, function):
-        self.compiled += 1
+    def compile(self, unit, function):
         return lambda unit, *args, **kwargs: 2 * function(unit, *args, **kwargs)
 
-
-def fail(error: Exception) -> None:
-    raise error
+    def goes_to_torch(self, unit):
+        return self.is_slower()
 
 
 def test_the_replaced_forward_keeps_class_signature_and_names():
     block, x = Block(4), torch.randn(2, 4)
     wanted, names = block(x, scale=3.0), list(block.state_dict())
-    replace_forward(block, Doubling(), fail)
+    replace_forward(block, Doubling())
     assert is_compiled(block) and type(block) is Block and list(block.state_dict()) == names
     assert str(inspect.signature(block.forward)) == str(inspect.signature(Block(4).forward))
     assert torch.equal(block(x, scale=3.0), 2 * wanted)
@@ -115,7 +114,7 @@ def test_the_replaced_forward_keeps_class_signature_and_names():
 
 def test_a_copy_runs_the_copied_unit():
     block, x = Block(4), torch.randn(2, 4)
-    replace_forward(block, Doubling(), fail)
+    replace_forward(block, Doubling())
     before = block(x)
     other = copy.deepcopy(block)
     with torch.no_grad():
@@ -128,7 +127,7 @@ def test_a_copy_runs_the_copied_unit():
 def test_a_pickle_holds_the_plain_forward():
     block, x = Block(4), torch.randn(2, 4)
     wanted = block(x)
-    replace_forward(block, Doubling(), fail)
+    replace_forward(block, Doubling())
     loaded = pickle.loads(pickle.dumps(block))
     assert not is_compiled(loaded) and torch.equal(loaded(x), wanted)
     assert loaded.forward.__self__ is loaded
@@ -138,7 +137,7 @@ def test_a_forward_that_a_library_has_set_is_compiled_and_comes_back():
     block, x = Block(4), torch.randn(2, 4)
     block.forward = lambda x: x + 1  # type: ignore[method-assign]
     library = block.forward
-    replace_forward(block, Doubling(), fail)
+    replace_forward(block, Doubling())
     assert torch.equal(block(x), 2 * (x + 1))
     restore_forward(block)
     assert block.forward is library
@@ -148,7 +147,7 @@ def test_a_unit_that_is_faster_in_torch_gets_its_forward_back_between_steps():
     block, x = Block(4), torch.randn(2, 4, requires_grad=True)
     wanted = block(x)
     slower: list[bool] = []
-    replace_forward(block, Doubling(), fail, lambda: bool(slower))
+    replace_forward(block, Doubling(lambda: bool(slower)))
     for _ in range(20):
         assert torch.equal(block(x), 2 * wanted)
     slower.append(True)
@@ -160,7 +159,7 @@ def test_a_unit_that_is_faster_in_torch_gets_its_forward_back_between_steps():
 def test_a_unit_keeps_its_forward_within_a_backward():
     block, x = Block(4), torch.randn(2, 4)
     wanted = block(x)
-    replace_forward(block, Doubling(), fail, lambda: True)
+    replace_forward(block, Doubling(lambda: True))
     results = []
     y = torch.ones(1, requires_grad=True)
     (y * 2).register_hook(lambda gradient: None)

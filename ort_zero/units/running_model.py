@@ -1,0 +1,252 @@
+"""Run one model unit by unit, and report on it: the object behind a model whose units an engine runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ort_zero import log
+from ort_zero.compat import torch_compile
+from ort_zero.compat.torch_modules import modules_of, named_modules_of
+from ort_zero.errors import ExportError
+from ort_zero.statistics.collect import subscribed_model
+from ort_zero.statistics.collect.graph_capture import mark_places
+from ort_zero.units.agreement import Runner, agreement
+from ort_zero.units.caches import leave_out_caches
+from ort_zero.units.class_forward import ClassForward
+from ort_zero.units.finding import Unit, multiplies
+from ort_zero.units.interface import Engine, GraphCompiler
+from ort_zero.units.unit_forward import Replacement, UnitForward, is_compiled, replace_forward, restore_forward
+from ort_zero.units.unit_trial import UnitTrial, trial_key
+
+_DIFFERENTIATED = "a backward was differentiated (create_graph=True), and compiled graphs have no second derivative"
+
+_models: MutableMapping[nn.Module, UnitsModel] = WeakIdKeyDictionary()
+"""The compiled models, each as long as the user's module lives; copies and pickles of the module do not hold them."""
+
+
+class UnitsModel:
+    """A model whose units run in ONNX Runtime; as :class:`ort_zero.backends.interface.RunningModel`.
+
+    Args:
+        module: the user's module.
+        engine: what runs the units.
+        units: the units to compile.
+        stage: ZeRO stage of the engine, 0 without one.
+        raises: a compilation that fails raises, rather than leaving the unit in PyTorch.
+    """
+
+    def __init__(self, module: nn.Module, engine: Engine, units: Sequence[Unit], stage: int, raises: bool):
+        self._module = weakref.ref(module)
+        self.engine = engine
+        self._fallback_reason: str | None = None
+        self.announce: Any = None
+        self.graph_recorder: Any = None
+        self.stage = stage
+        announce = weakref.WeakMethod(self._announce_model)  # Dynamo's graphs hold the record, and may outlive this
+        engine.record.on_first_step = lambda: (call := announce()) and call()
+        self.failures: dict[str, str] = {}
+        self.raises = raises
+        self.units = [_UnitOfModel(self, unit) for unit in units]
+        self.compiled: dict[Any, tuple[ClassForward, GraphCompiler]] = {}
+        self.trials: dict[str, UnitTrial] = {}
+        self._seen: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
+        for each in modules_of(module):
+            self._seen[each] = True
+        leave_out_caches(module)  # before the units: a model that is a unit itself stays compiled
+        for unit in self.units:
+            replace_forward(unit.reference(), unit)
+        _models[module] = self
+        if subscribed_model.subscribed_models_in(module):
+            self.mark_units()
+
+    @property
+    def module(self) -> Any:
+        """The user's module; None once it has been freed."""
+        return self._module()
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """Why PyTorch runs the whole model; setting a reason gives the units their own forwards back."""
+        return self._fallback_reason
+
+    @fallback_reason.setter
+    def fallback_reason(self, reason: str | None) -> None:
+        self._fallback_reason = reason
+        for unit in self.unit_modules():
+            restore_forward(unit)
+
+    def suspend(self, wanted: bool) -> None:
+        """Have PyTorch run the units while `wanted`, as in the step that DeepSpeed's flops profiler counts."""
+        for _, forward in self._forwards():
+            forward.is_suspended = wanted
+
+    def _forwards(self) -> list[tuple[_UnitOfModel, UnitForward]]:
+        """Return the living units whose own forwards are replaced, with the forwards in their place."""
+        pairs = [(unit, getattr(unit.reference(), "forward", None)) for unit in self.units]
+        return [(unit, forward) for unit, forward in pairs if isinstance(forward, UnitForward)]
+
+    def unit_modules(self) -> list[nn.Module]:
+        """Return the units that still live, in the order of ``named_modules``."""
+        return [module for unit in self.units if (module := unit.reference()) is not None]
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """The forward of the user's module."""
+        return self.module.forward
+
+    @call.setter
+    def call(self, function: Callable[..., Any]) -> None:
+        self.module.forward = function
+
+    def mark_units(self) -> None:
+        """Mark the units, so that Dynamo captures the hooks of statistics in them."""
+        for unit in self.unit_modules():
+            mark_places(unit)
+
+    def compile_again(self) -> None:
+        """Have Dynamo trace the units anew: they have other hooks, or keep less for their backwards."""
+        self.compiled.clear()
+        self.engine.record.are_stale = True
+        for unit in self.units:
+            module = unit.reference()
+            if module is not None and is_compiled(module):
+                replace_forward(module, unit)
+
+    def after_step(self) -> None:
+        """Announce the model after the engine's first step."""
+        self.engine.record.end_first_step()
+
+    def _announce_model(self) -> None:
+        must_compile_again = self.engine.end_first_step(self.status)
+        announce, self.announce = self.announce, None
+        if announce is not None:
+            announce(self)
+        if must_compile_again:
+            self.compile_again()
+
+    def status(self) -> dict[str, Any]:
+        """Return the model's entry in ``ort_zero.status()["models"]``, as plain values."""
+        units = [(unit.path, module) for unit in self.units if (module := unit.reference()) is not None]
+        failures = {**self._uncaptured(), **self.failures, **self._added()}
+        return {
+            "module": type(self.module).__name__,
+            "engine": self.engine.name,
+            "zero_stage": self.stage,
+            "fallback_reason": self.fallback_reason,
+            "fallbacks": len(failures) + (self.fallback_reason is not None),
+            "units": [path for path, unit in units if is_compiled(unit)],
+            "unit_classes": [type(unit).__name__ for _, unit in units],
+            "failures": failures,
+            "graph_runs": dict(self.engine.record.runs),
+            "graphs": {},
+            "transitions": self.engine.record.transitions(),
+            **self.engine.status(self._are_settled()),
+        }
+
+    def _are_settled(self) -> bool:
+        """Return True once it is decided which units go back to PyTorch since they are slower."""
+        return all(forward.is_settled for _, forward in self._forwards() if isinstance(forward.compiled, ClassForward))
+
+    def _uncaptured(self) -> dict[str, str]:
+        """Return the units that Dynamo has been asked to compile, and of which it captured no graph."""
+        captured = {graph.unit for graph in self.engine.record.graphs}
+        return {
+            unit.path: "Dynamo captured no graph of it"
+            for unit, forward in self._forwards()
+            if isinstance(forward.compiled, ClassForward)
+            and forward.compiled.has_run
+            and unit.unit_class not in captured
+        }
+
+    def _added(self) -> dict[str, str]:
+        """Return the new modules with weights of products that no unit holds, and why PyTorch runs them."""
+        compiled = {id(each) for unit in self.unit_modules() for each in modules_of(unit)}
+        return {
+            path: "came into the model after it was compiled; ort_zero.wrap(model) once more compiles it"
+            for path, each in (named_modules_of(self.module) if self.module is not None else ())
+            if id(each) not in compiled and each not in self._seen and multiplies(each, below=False)
+        }
+
+    def memory_summary(self) -> Sequence[tuple[str, str]]:
+        """Return what forwards keep for backwards, once the budget is chosen."""
+        return self.engine.memory_summary()
+
+
+class _UnitOfModel(Replacement):
+    """Has the engine of a model run a unit.
+
+    Args:
+        model: the model.
+        unit: the unit.
+    """
+
+    def __init__(self, model: UnitsModel, unit: Unit):
+        self._model, self._exclude, self.path = model, unit.excluded, unit.path
+        self.graph_node = model.engine.graph_node
+        self.reference: Any = weakref.ref(unit.module)
+        # libraries change classes later: fully_shard, parametrizations
+        self.unit_class = type(unit.module).__name__
+        self.is_slower = False
+        """Whether PyTorch runs the unit, since the compiled form of the unit was slower."""
+
+    def compile(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+        engine, compiled, key = self._model.engine, self._model.compiled, (function, self._exclude)
+        if key not in compiled:
+            compiler = engine.compiler(self.unit_class, self._exclude)
+            noted = compiler.recompilations
+            run = torch_compile.compile_function(function, compiler, noted.note_guard_failure, noted.note_guards)
+            compiled[key] = ClassForward(function, run, engine.compiles_evaluations), compiler
+        of_class, compiler = compiled[key]
+        return compiler.forward_of(unit, of_class)
+
+    def failed(self, error: Exception) -> None:
+        cause = getattr(error, "inner_exception", error)  # Dynamo puts what a backend raises into a text of its own
+        reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:400]
+        if self._model.raises:
+            raise ExportError(
+                f'{self.path or "the model"} cannot be compiled: {reason}; exclude it, or set "fallback": "warn" to '
+                "run it in PyTorch"
+            ) from error
+        self._model.failures[self.path] = reason
+        log.get_logger().warning("%s runs in PyTorch on this rank: %s", self.path or "the model", reason)
+
+    def differentiated(self) -> None:
+        if self._model.raises:
+            raise ExportError(f'{_DIFFERENTIATED}; set "fallback": "warn" to run the model in PyTorch')
+        if self._model.fallback_reason is None:
+            self._model.fallback_reason = _DIFFERENTIATED
+            log.get_logger().warning("PyTorch runs %s: %s", type(self._model.module).__name__, _DIFFERENTIATED)
+
+    def goes_to_torch(self, unit: nn.Module) -> bool:
+        return self._model.engine.goes_to_torch(unit, self.unit_class)
+
+    def trial_of(self, unit: nn.Module, inputs: Any) -> UnitTrial | None:
+        model = self._model
+        graphs = model.engine.timed_keys(unit, self.unit_class)
+        if graphs is None:
+            return None
+        key = trial_key(unit, inputs, graphs)
+        if key not in model.trials:
+            model.trials[key] = UnitTrial(key, agreement(), slowdown=model.engine.slowdown)
+        trial = model.trials[key]
+        if trial.runner is Runner.TORCH:
+            self.is_slower = True
+            if all(each.is_slower for each in model.units if each.unit_class == self.unit_class):
+                model.engine.record.units_in_torch.add(self.unit_class)
+        return trial
+
+
+def _hooks_changed(root: nn.Module) -> None:
+    parts = set(map(id, modules_of(root)))
+    for model in list(_models.values()):
+        if not parts.isdisjoint(map(id, model.unit_modules())):
+            model.mark_units()
+            model.compile_again()
+
+
+subscribed_model.hooks_changed.append(_hooks_changed)
