@@ -65,6 +65,15 @@ def test_explain_names_breaks_operators_and_shares(tmp_path: Path):
     assert broken["where"].endswith("script.py:13")
 
 
+def test_explain_ends_in_what_a_user_can_set(tmp_path: Path):
+    done = command(tmp_path, "explain", "script.py")
+    assert done.returncode == 0, done.stderr
+    *lines, place, exclude = done.stdout.splitlines()
+    assert '"compile": {"place": "ort"}' in place and '"exclude": ["PATTERN"]' in exclude
+    assert any("script.py:13, where Python runs between two graphs" in line for line in lines)
+    assert not any(word in done.stdout for word in ("ort_zero/", "a conversion would", "Explanation", "Hint"))
+
+
 def test_explain_says_what_hinders_it(tmp_path: Path):
     done = command(tmp_path, "explain", "missing.py")
     assert done.returncode == 2 and done.stderr.startswith("ort-zero explain: the script missing.py does not exist")
