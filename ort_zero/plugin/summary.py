@@ -1,6 +1,6 @@
 """Print a table once the first training graph runs: active features, how to switch them, and the time for graphs.
 
-:func:`table` returns the text; :func:`announce` prints it, once for each engine, on rank 0.
+:func:`table` returns the text; :func:`announce` prints it, once in a process, on rank 0. Later models have a line.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ _MIN_WIDTH, _MAX_WIDTH = 40, 120
 _MIN_COLUMN = 8
 """Minimum width of a column in characters, even on a very narrow terminal."""
 _ASCII, _BOXES = ("-", "|", "+"), ("─", "│", "┼")
+_printed: list[str] = []
+"""The titles of the models that this process has announced."""
 Row = tuple[str, ...]
 """Cells of a row: feature, state, setting that switches it; the second of two cells takes all remaining width."""
 
@@ -56,7 +58,7 @@ def table(
 
 
 def announce(section: config.Config, module: Any, runtime: Any | None) -> None:
-    """Print the table of a model with a section, on rank 0, unless the level is above INFO.
+    """Print the table of a model with a section, of a later model one line, on rank 0, unless the level is above INFO.
 
     Args:
         section: the configuration of the model.
@@ -74,8 +76,21 @@ def announce(section: config.Config, module: Any, runtime: Any | None) -> None:
         title = f"{status['module']} runs in PyTorch: it cannot run in ONNX Runtime"
     else:
         title = f"{status['module']} runs in ONNX Runtime"
+    _printed.append(title)
+    if len(_printed) > 1:
+        logger.info("%s%s", title, _in_short(status) if status is not None else "")
+        return
     text = table(status, section, _versions(), plans, width=_width(), boxes=_draws_boxes())
     logger.info("%s\n%s", title, text)
+
+
+def _in_short(status: Mapping[str, Any]) -> str:
+    """Return what a line tells of a model that is not the first one of its process."""
+    if status["fallback_reason"]:
+        return f": {status['fallback_reason']}"
+    share = status["compiled"]["flop_share"]
+    operations = "" if share is None else f", {100 * share:.0f} % of floating-point operations there"
+    return f": {len(status['units'])} units{operations}; PyTorch runs {_kept(status)}"
 
 
 def _parts(section: config.Config) -> list[Row]:
