@@ -16,6 +16,8 @@ patch_sets: dict[str, PatchSet] = {}
 ``"torch.onnx"``, ``"onnxruntime"``, ``"ORTModule"`` (its constructor), ``"profiling ranges"`` and ``"statistics"`` (of
 onnxruntime-training), and ``"refused_section"`` where the plugin could not be enabled."""
 _PATCHING = threading.RLock()
+engines_made: list[bool] = []
+"""Has an element once a DeepSpeed engine has been made."""
 _runtimes: list[weakref.ref] = []
 """The runtimes of wrapped models, in the order in which the models were wrapped."""
 _not_freed: list[weakref.ref] = []

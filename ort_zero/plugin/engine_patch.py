@@ -15,7 +15,7 @@ from ort_zero.compat import third_party
 from ort_zero.distributed import lone_failures
 from ort_zero.distributed.missing_ranks import note_this_rank, remember_ranks
 from ort_zero.errors import CheckpointError, ConfigError
-from ort_zero.plugin import metrics, profiled_script, statistics, summary
+from ort_zero.plugin import compile_progress, metrics, profiled_script, statistics, summary
 from ort_zero.utils.patching import Patch, defined_in
 from ort_zero.zero3_hooks import backend_context
 
@@ -58,6 +58,7 @@ def _engine_init(original):
         backend.connect(runtime, self)
         _note(self)
         statistics.note_onnxruntime(self.module)
+        compile_progress.begin()
         self.__dict__["ort_zero_runtime"] = weakref.ref(runtime)
         runtime.announce = lambda ready: summary.announce(section, ready.module, ready)
         profiled_script.measure_engine(self, runtime)
@@ -69,6 +70,7 @@ def _engine_init(original):
 
 def _note(engine: Any) -> None:
     """Note the rank, the ranks' hosts and the ZeRO stage of a new engine, also without a section; must not raise."""
+    registry.engines_made[:] = [True]
     note_this_rank()  # if the engine itself has made the process group
     remember_ranks()
     lone_failures.prepare()

@@ -5,9 +5,12 @@ No large package is imported at module level: :func:`autoload` runs at the end o
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib
+import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from ort_zero.backends.interface import RunningModel
     from ort_zero.config import Config
 
+_ACCELERATES_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _HOOKED_MODULE = "deepspeed.runtime.engine"
 _state: dict[str, Any] = {"armed": False, "auto_error": None, "bare": False}
 """Whether the import hooks are armed; why the plugin could not be enabled; whether to prepare bare ORTModules."""
@@ -44,12 +48,34 @@ def autoload() -> None:
         if env.disabled() or _state["armed"]:
             return
         _state["armed"] = _state["bare"] = True
+        if os.environ.get(_ACCELERATES_CONFIG, "none") != "none":
+            atexit.register(_warn_of_unused_section)
         sys.meta_path.insert(0, _WaitForImports)  # type: ignore[arg-type]
         for name, arm in tuple(_HOOKS.items()):
             if name in sys.modules:
                 arm()
     except Exception as error:
         _state["auto_error"] = f"{type(error).__name__}: {error}"
+
+
+def _warn_of_unused_section() -> None:
+    """Warn at exit of a section in the file of ``accelerate launch`` that no engine has read.
+
+    ``Accelerator(cpu=True)`` trains without DeepSpeed, and so without whatever could read the section.
+    """
+    path = os.environ[_ACCELERATES_CONFIG]
+    if registry.engines_made or env.rank() != 0:
+        return
+    with contextlib.suppress(Exception):  # the file is a text of its own, or gone; accelerate tells of it
+        section = json.loads(open(path).read()).get("ort_zero")
+        if isinstance(section, dict) and section.get("enabled", True):
+            from ort_zero.log import get_logger
+
+            get_logger().warning(
+                'nothing has read the section "ort_zero" of %s: the script made no DeepSpeed engine. '
+                "Accelerator(cpu=True) leaves DeepSpeed out; leave cpu=True out, DeepSpeed takes the CPU by itself",
+                path,
+            )
 
 
 def _arm_deepspeed() -> None:

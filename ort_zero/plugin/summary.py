@@ -15,6 +15,7 @@ from typing import Any
 
 from ort_zero import config, env, log
 from ort_zero.backends import registry
+from ort_zero.plugin import compile_progress
 from ort_zero.utils import tables
 from ort_zero.utils.text import shortened
 
@@ -65,6 +66,7 @@ def announce(section: config.Config, module: Any, runtime: Any | None) -> None:
         module: the user's module.
         runtime: the runtime of the model in ONNX Runtime; None for a model in PyTorch.
     """
+    compile_progress.announced()
     logger = log.get_logger()
     status = registry.status_of(runtime) if runtime is not None else None
     if env.rank() != 0 or not logger.isEnabledFor(logging.INFO):

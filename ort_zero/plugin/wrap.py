@@ -10,7 +10,7 @@ from ort_zero import config, env, log
 from ort_zero.backends import loading, registry
 from ort_zero.compat.torch_modules import modules_of
 from ort_zero.errors import ConfigError
-from ort_zero.plugin import profiled_script, statistics, summary
+from ort_zero.plugin import compile_progress, profiled_script, statistics, summary
 from ort_zero.units.unit_forward import restore_forward
 
 
@@ -48,6 +48,7 @@ def wrap(model: Any, **section: Any) -> Any:
     if engine != "torch":
         running = loading.load(engine).run_alone(model, profiled_script.without_fallback(options))
         statistics.note_onnxruntime(model)
+        compile_progress.begin()
         running.announce = lambda ready: summary.announce(options, ready.module, ready)
         profiled_script.measure_model(running)
     log.set_level(options.log_level, model)
