@@ -153,8 +153,8 @@ test: compiler $(TESTS_READY) browser ## Run the tests of plugin, compile backen
 	$(PYTEST) -m "not slow" $(PARALLEL) $(ONE_PROCESS); one=$$?; $(PYTEST) -m "not slow" $(RANKS) $(SEVERAL_RANKS) && exit $$one
 
 .PHONY: test-fast
-test-fast: $(TESTS_READY) ## Run the unit tests of what needs no torch, in less than a minute
-	$(PYTEST) -m "not slow" --without-torch $(PARALLEL) tests/unit
+test-fast: $(TESTS_READY) ## Run the unit tests of what needs no torch, in less than a minute; without a browser too
+	$(PYTEST) -m "not slow and not seconds" --without-torch $(PARALLEL) tests/unit
 
 .PHONY: test-ortmodule
 test-ortmodule: $(ORTMODULE_READY) ## Run every test of the engine of onnxruntime-training but the slow ones (six minutes)

@@ -49,7 +49,7 @@ def register(runtime: Any) -> None:
     _gone.clear()
     status_of(runtime)
     # another wrap of the module replaces this runtime, which must not live on
-    weakref.finalize(runtime.module, _end_if_alive, weakref.ref(runtime)).atexit = False
+    weakref.finalize(runtime.module, lambda ref: end(ref()) if ref() else None, weakref.ref(runtime)).atexit = False
 
 
 def _bytes_of(module: Any) -> int:
@@ -78,12 +78,6 @@ def end(runtime: Any) -> None:
     unregister(runtime)
 
 
-def _end_if_alive(reference: weakref.ref) -> None:
-    runtime = reference()
-    if runtime is not None:
-        end(runtime)
-
-
 def status_of(runtime: Any) -> dict[str, Any]:
     """Return the status of a living model, and keep it for the time after the model's end."""
     _last_statuses[runtime] = runtime.status()
@@ -91,7 +85,7 @@ def status_of(runtime: Any) -> dict[str, Any]:
 
 
 def statuses() -> list[dict[str, Any]]:
-    """Return the status of each model, the newest one last; of gone models only that of the newest model."""
+    """Return the status of each living model, the newest one last, and of the newest model once it is gone."""
     return [*map(status_of, runtimes()), *_gone]
 
 

@@ -81,7 +81,7 @@ def lines_of(report: dict[str, Any]) -> list[str]:
     lines += [f"{path} is not compiled: {why}" for path, why in report["failures"].items()]
     # torch's explanations and hints are about its own settings
     lines += [
-        f"divided at {each['where']}, where Python runs between two graphs: {each['reason'].partition(' Explanation: ')[0]}"
+        f"divided at {each['where']}, Python runs between two graphs: {each['reason'].partition(' Explanation: ')[0]}"
         for each in report["graph_breaks"]
     ]
     return [*lines, *_SETTINGS]

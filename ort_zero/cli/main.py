@@ -98,8 +98,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """Print nothing to stdout in a ``with`` block, and show no progress bar."""
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), progress.hidden():
-        yield
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        progress.hidden.append(True)
+        try:
+            yield
+        finally:
+            progress.hidden.clear()
 
 
 def _report(error: Exception, args: argparse.Namespace) -> int:

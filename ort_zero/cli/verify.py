@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _others(src: str, root: str) -> list[str]:
-    """Return the names of the checkpoints in a folder, apart from the one at `root`."""
+    """Return the names of the checkpoints in a folder, apart from `root`."""
     from ort_zero.checkpoint.files.storage import open_folder
     from ort_zero.checkpoint.finding import checkpoints_below
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -98,12 +98,8 @@ def compile_function(
         global _conversions
         _conversions += 1
         _converted.module = _module_of(getattr(args[0], "f_locals", {}))
-        with ExitStack() as around:
-            for make in while_converting:
-                around.enter_context(make(_converted.module))
-            around.enter_context(_tracing)
-            around.enter_context(dynamo_config.patch(_DYNAMO_OPTIONS))
-            around.enter_context(_leaving_generators_to_python())
+        settings = dynamo_config.patch(_DYNAMO_OPTIONS)
+        with while_converting[-1](_converted.module), _tracing, settings, _leaving_generators_to_python():
             return convert(*args, **kwargs)
 
     optimize.callback = convert_with_options
@@ -115,8 +111,8 @@ _DYNAMO_OPTIONS = {"skip_nnmodule_hook_guards": False, "use_numpy_random_stream"
 
 By torch's own, a graph goes on without hooks that were added later, and NumPy's random functions in a graph draw from
 torch's generator."""
-while_converting: list[Callable[[Any], AbstractContextManager[None]]] = []
-"""Each makes a block around a conversion, of the module whose call is converted."""
+while_converting: list[Callable[[Any], AbstractContextManager[None]]] = [nullcontext]
+"""The last one makes the block around a conversion, of the module whose call is converted."""
 _conversions = 0
 _converted = threading.local()
 """The module whose call this thread's newest conversion is of."""

@@ -9,11 +9,11 @@ code that they need in it, and raise an error that names a missing or unknown pa
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import sysconfig
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -184,7 +184,8 @@ def damage() -> Clash | None:
         files = (metadata.distribution(name).files or ()) if name is not None else ()
     except metadata.PackageNotFoundError:
         return None
-    wrong = [file for file in files if file.size is not None and _size_of(file) != file.size]
+    paths = {file: Path(str(file.locate())) for file in files if file.size is not None}
+    wrong = [file for file, path in paths.items() if not path.is_file() or path.stat().st_size != file.size]
     if not wrong:
         return None
     version = metadata.version(str(name))
@@ -193,14 +194,6 @@ def damage() -> Clash | None:
         "wheels of ONNX Runtime were installed, uninstalling one takes the other's files",
         cure=f"pip install --force-reinstall --no-deps '{name}=={version}'",
     )
-
-
-def _size_of(file: metadata.PackagePath) -> int | None:
-    """Return the bytes of an installed file; None if the file is missing."""
-    try:
-        return os.stat(file.locate()).st_size
-    except OSError:
-        return None
 
 
 def on_musl() -> bool:

@@ -58,7 +58,9 @@ def _engine_init(original):
         backend.connect(runtime, self)
         _note(self)
         statistics.note_onnxruntime(self.module)
-        compile_progress.begin()
+        from ort_zero.compat import torch_compile  # not with DeepSpeed: it imports torch's compiler
+
+        torch_compile.while_converting[:] = [compile_progress.shown]
         self.__dict__["ort_zero_runtime"] = weakref.ref(runtime)
         runtime.announce = lambda ready: summary.announce(section, ready.module, ready)
         profiled_script.measure_engine(self, runtime)

@@ -59,23 +59,17 @@ def autoload() -> None:
 
 
 def _warn_of_unused_section() -> None:
-    """Warn at exit of a section in the file of ``accelerate launch`` that no engine has read.
-
-    ``Accelerator(cpu=True)`` trains without DeepSpeed, and so without whatever could read the section.
-    """
+    """Warn at exit of a section in accelerate's file that no engine has read: ``Accelerator(cpu=True)`` makes none."""
     path = os.environ[_ACCELERATES_CONFIG]
-    if registry.engines_made or env.rank() != 0:
-        return
-    with contextlib.suppress(Exception):  # the file is a text of its own, or gone; accelerate tells of it
-        section = json.loads(open(path).read()).get("ort_zero")
-        if isinstance(section, dict) and section.get("enabled", True):
+    with contextlib.suppress(Exception):  # accelerate itself tells of a wrong file
+        if not registry.engines_made and json.loads(open(path).read())["ort_zero"].get("enabled", True):
             from ort_zero.log import get_logger
 
             get_logger().warning(
-                'nothing has read the section "ort_zero" of %s: the script made no DeepSpeed engine. '
-                "Accelerator(cpu=True) leaves DeepSpeed out; leave cpu=True out, DeepSpeed takes the CPU by itself",
+                'nothing has read the section "ort_zero" of %s: the script made no DeepSpeed engine. Leave '
+                "Accelerator(cpu=True) out, which leaves DeepSpeed out; DeepSpeed takes the CPU by itself",
                 path,
-            )
+            )  # fmt: skip
 
 
 def _arm_deepspeed() -> None:

@@ -66,7 +66,7 @@ def announce(section: config.Config, module: Any, runtime: Any | None) -> None:
         module: the user's module.
         runtime: the runtime of the model in ONNX Runtime; None for a model in PyTorch.
     """
-    compile_progress.announced()
+    compile_progress.compiled["seconds"] = 0.0
     logger = log.get_logger()
     status = registry.status_of(runtime) if runtime is not None else None
     if env.rank() != 0 or not logger.isEnabledFor(logging.INFO):

@@ -8,10 +8,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ort_zero import config, env, log
 from ort_zero.backends import loading, registry
+from ort_zero.compat import torch_compile
 from ort_zero.compat.torch_modules import modules_of
 from ort_zero.errors import ConfigError
 from ort_zero.plugin import compile_progress, profiled_script, statistics, summary
-from ort_zero.units.unit_forward import restore_forward
 
 
 def wrap(model: Any, **section: Any) -> Any:
@@ -48,7 +48,7 @@ def wrap(model: Any, **section: Any) -> Any:
     if engine != "torch":
         running = loading.load(engine).run_alone(model, profiled_script.without_fallback(options))
         statistics.note_onnxruntime(model)
-        compile_progress.begin()
+        torch_compile.while_converting[:] = [compile_progress.shown]
         running.announce = lambda ready: summary.announce(options, ready.module, ready)
         profiled_script.measure_model(running)
     log.set_level(options.log_level, model)
@@ -66,6 +66,8 @@ def unwrap(model: Any) -> Any:
     Args:
         model: a model that :func:`wrap` has returned, a copy or a part of one, or a DeepSpeed engine's module.
     """
+    from ort_zero.units.unit_forward import restore_forward  # needs onnxruntime
+
     for module in modules_of(model):
         restore_forward(module)
     for running in registry.runtimes():

@@ -161,10 +161,8 @@ def _was_called(module: Any) -> bool:
 
 def _with_names(words: str, module: Any) -> str:
     """Return words with the names of a module's arguments, which torch's own frames have in ``args`` and ``kwargs``."""
-    names = list(inspect.signature(type(module).forward).parameters) if module is not None else []
-    words = re.sub(
-        r"\bargs\[(\d+)\]", lambda match: names[int(match[1])] if int(match[1]) < len(names) else match[0], words
-    )
+    names = dict(enumerate(inspect.signature(type(module).forward).parameters if module is not None else ()))
+    words = re.sub(r"\bargs\[(\d+)\]", lambda match: names.get(int(match[1]), match[0]), words)
     return re.sub(r"\bkwargs\['(\w+)'\]", r"\1", words)
 
 

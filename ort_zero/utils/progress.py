@@ -8,19 +8,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-_hidden = False
-"""Whether a command with ``--quiet`` runs."""
-
-
-@contextlib.contextmanager
-def hidden() -> Iterator[None]:
-    """Show no bars in a ``with`` block."""
-    global _hidden
-    _hidden = True
-    try:
-        yield
-    finally:
-        _hidden = False
+hidden: list[bool] = []
+"""Has an element while a command with ``--quiet`` runs: no bar is shown."""
 
 
 class Bar:
@@ -56,7 +45,7 @@ def bar(total: int | None, what: str, unit: str = "B", *, shown: bool = True, de
         shown: False on ranks and with options without a bar.
         delay: seconds of work before a bar appears.
     """
-    if not shown or _hidden or not sys.stderr.isatty():
+    if not shown or hidden or not sys.stderr.isatty():
         return Bar()
     from ort_zero.utils.terminal_bar import TerminalBar
 
@@ -94,7 +83,7 @@ def steps_bar(what: str, steps: int, *, done: int = 0, shown: bool = True, delay
     """
     progress = Steps(what)
     progress.done = done
-    if not shown or sys.stderr is None or not sys.stderr.isatty():
+    if not shown or hidden or sys.stderr is None or not sys.stderr.isatty():
         yield progress
         return
     over = threading.Event()

@@ -53,6 +53,7 @@ def test_a_right_key_in_a_wrong_place_is_answered_with_its_path(section, answers
     assert all(answer in str(error.value) for answer in answers), str(error.value)
 
 
+@pytest.mark.seconds
 def test_wrap_gives_the_answer_of_the_section():
     wrap = pytest.importorskip("ort_zero.plugin.wrap").wrap
     with pytest.raises(ConfigError, match=r'did you mean "compile\.place", that is "compile": {"place": "ort"}'):

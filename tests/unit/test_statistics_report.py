@@ -580,4 +580,6 @@ def test_a_report_of_equal_runs_is_green(browser, files):
 def test_without_a_browser_the_test_fails_and_says_what_to_install(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(pytest.fail.Exception, match="apt-get install chromium chromium-driver"):
-        find_browser()
+        find_browser(may_lack=False)
+    with pytest.raises(pytest.skip.Exception, match="apt-get install chromium chromium-driver"):
+        find_browser(may_lack=True)

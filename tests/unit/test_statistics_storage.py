@@ -133,6 +133,7 @@ def test_reading_takes_no_more_memory_than_a_few_steps(tmp_path):
 # --- files that end early, or were changed -------------------------------------------------------------------------
 
 
+@pytest.mark.seconds
 def test_a_file_cut_at_any_byte_is_read_up_to_its_last_full_step(tmp_path):
     file = write(tmp_path)
     data = file.read_bytes()
@@ -152,6 +153,7 @@ def test_a_file_cut_at_any_byte_is_read_up_to_its_last_full_step(tmp_path):
             assert is_what_was_written(content(run))
 
 
+@pytest.mark.seconds
 def test_a_changed_byte_never_comes_out_as_a_number(tmp_path):
     file = write(tmp_path, steps=(0, 1))
     data = file.read_bytes()

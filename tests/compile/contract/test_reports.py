@@ -72,7 +72,7 @@ def test_explain_ends_in_what_a_user_can_set(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     *lines, place, exclude = done.stdout.splitlines()
     assert '"compile": {"place": "ort"}' in place and '"exclude": ["PATTERN"]' in exclude
-    assert any("script.py:13, where Python runs between two graphs" in line for line in lines)
+    assert any("script.py:13, Python runs between two graphs" in line for line in lines)
     assert not any(word in done.stdout for word in ("ort_zero/", "a conversion would", "Explanation", "Hint"))
 
 
