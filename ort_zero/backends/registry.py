@@ -26,8 +26,6 @@ _last_statuses: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKey
 """The newest status of each runtime that was taken while its module lived."""
 _gone: list[dict[str, Any]] = []
 """The final status of the newest model, once the model is gone and until another one is wrapped."""
-_OF_MODULES = ("module", "units", "unit_classes")
-"""Keys of a status whose values a freed module can no longer tell."""
 _MIN_COLLECTED_BYTES = 64 << 20
 """Bytes of parameters from which a garbage collection is worth its time, some tenths of a second."""
 
@@ -73,7 +71,8 @@ def end(runtime: Any) -> None:
         now, before = runtime.status(), _last_statuses[runtime]
         failures = {**before["failures"], **now["failures"]}
         fallbacks = now["fallbacks"] + len(failures) - len(now["failures"])
-        of_module = {key: before[key] for key in _OF_MODULES} if runtime.module is None else {}
+        freed = ("module", "units", "unit_classes") if runtime.module is None else ()  # what it can no longer tell
+        of_module = {key: before[key] for key in freed}
         _gone[:] = [{**now, **of_module, "failures": failures, "fallbacks": fallbacks, "gone": True}]
     unregister(runtime)
 

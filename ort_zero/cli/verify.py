@@ -13,7 +13,6 @@ from ort_zero.utils.text import shortened
 if TYPE_CHECKING:
     from ort_zero.checkpoint.inspection.verification import VerifyReport
 
-_MAX_NAMED = 12
 _EPILOG = "Exit status: 0 = no problem; 1 = problems, one line each; 2 = there is no checkpoint."
 
 
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
     report = verify(args.src, args.tag, workers=args.workers, trust_pickle=args.trust_pickle, tp_split=args.tp_split)
     if args.tag is None and (others := _others(args.src, report.root)):
-        note = f"not verified: {shortened(others, _MAX_NAMED)} (--tag names the one to verify)"
+        note = f"not verified: {shortened(others, 12)} (--tag names the one to verify)"
         report = dataclasses.replace(report, notes=(*report.notes, note))
     if args.json:
         print_json({**dataclasses.asdict(report), "ok": report.ok})

@@ -1,7 +1,6 @@
 """Prepare a machine so that torch can compile DeepSpeed's C++ operators at their first use, and say what it lacks.
 
-While torch compiles an operator, a file ``lock`` lies in the operator's folder. A build that is killed leaves the file,
-and each later start waits for its end, without a word and without an end.
+A build that is killed leaves a file ``lock`` in the operator's folder, for whose end torch waits silently, for ever.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ _MIN_FREE = 64 << 20
 _SILENT_SECONDS = 10.0
 """Seconds of waiting for a lock after which a message says what for; the next messages come a minute apart."""
 _COMPILERS = frozenset(("c++", "cc1plus", "cicc", "clang++", "g++", "ld", "ninja", "nvcc"))
-"""Names of the processes that compile an operator."""
 
 
 def prepare() -> None:
@@ -108,19 +106,18 @@ def _holder(lock: Path) -> str | None:
     return None
 
 
-def _running_compilers() -> set[str]:
-    """Return the names of the compilers that run on this machine."""
+def _running_compilers() -> list[str]:
+    """Return the names of the compilers that run on this machine, in their order."""
     names = set()
     for process in _processes():
         with contextlib.suppress(OSError):
             names.add((process / "comm").read_text().strip())
-    return names & _COMPILERS
+    return sorted(names & _COMPILERS)
 
 
 def _processes() -> Iterator[Path]:
-    """Yield the folder of each visible process in ``/proc``."""
-    with contextlib.suppress(OSError):
-        yield from (each for each in Path("/proc").iterdir() if each.name.isdigit())
+    """Yield the folder of each visible process."""
+    return (each for each in Path("/proc").glob("[0-9]*"))
 
 
 def _words_of_wait(path: str) -> str:
@@ -128,14 +125,12 @@ def _words_of_wait(path: str) -> str:
     lock = Path(path)
     with contextlib.suppress(OSError):
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lock.stat().st_mtime))
-        text = f"waiting for {path}, there since {since}; compilers that run here: "
-        text += ", ".join(sorted(_running_compilers())) or "none"
+        compilers = ", ".join(_running_compilers()) or "none"
+        text = f"waiting for {path}, there since {since}; compilers that run here: {compilers}"
         if holder := _holder(lock):
             return f"{text}; {holder} holds the file"
-        return (
-            f"{text}; no process of this machine holds the file. If no other machine compiles there, a build was "
-            f"killed: rm {shlex.quote(path)}"
-        )
+        text += "; no process of this machine holds the file. If no other machine compiles there, a build was killed"
+        return f"{text}: rm {shlex.quote(path)}"
     return f"waiting for {path}"
 
 
@@ -165,12 +160,12 @@ def _wait_in_words(original: Callable[..., Any]) -> Callable[..., Any]:
         def tell() -> None:
             seconds = _SILENT_SECONDS
             while not over.wait(seconds):
-                # not through the filter of rank 0, which may be on a host where nothing waits
-                if env.speaks_for_host():
-                    log.get_logger().error("%s", _words_of_wait(self.lock_file_path))
+                # an error passes the filter of rank 0, which may be on a host where nothing waits
+                log.get_logger().error("%s", _words_of_wait(self.lock_file_path))
                 seconds = 60.0
 
-        threading.Thread(target=tell, daemon=True).start()
+        if env.speaks_for_host():
+            threading.Thread(target=tell, daemon=True).start()
         try:
             return original(self, *args, **kwargs)
         finally:

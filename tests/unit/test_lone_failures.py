@@ -3,12 +3,12 @@
 import subprocess
 import sys
 
+import pytest
+
 ENDS_WHILE_IT_WATCHES = """
 import datetime, sys, time
 import torch.distributed as dist
 from ort_zero.distributed import lone_failures
-
-import pytest
 
 class SlowStore:
     '''A store on a busy host: it answers after a moment, and no other rank has failed.'''

@@ -143,6 +143,7 @@ def test_the_file_is_one_file_of_bearable_size(tmp_path):
     assert "Content-Security-Policy" in head and EVIL not in head and "&lt;script&gt;" in head
 
 
+@pytest.mark.seconds
 def test_large_comparisons_leave_out_what_is_far_from_the_verdict(tmp_path):
     path = write_report(comparison(modules=1200, steps=6), tmp_path / "report.html")
     assert path.stat().st_size < 8e6
@@ -565,6 +566,7 @@ def test_clicking_a_point_finds_its_record(page):
     assert "transformer.h.3.mlp" in chosen and "output" in chosen and page.text("#table tr.details")
 
 
+@pytest.mark.seconds
 def test_a_report_of_equal_runs_is_green(browser, files):
     page = Page(browser, files["same"])
     page.shot("6_same")

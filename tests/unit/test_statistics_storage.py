@@ -417,6 +417,7 @@ def test_two_runs_that_start_together_never_mix(tmp_path, order, override, warni
     assert {run.info.run_id} == {"x", "y"} - lost and run.info.steps == (0,) and run.ranks == (0, 1)
 
 
+@pytest.mark.seconds
 def test_processes_that_race_for_a_folder_never_mix(tmp_path):
     code = (
         "import sys, time\nsys.path.insert(0, sys.argv[1])\nimport statistics_files as t\n"
