@@ -67,8 +67,7 @@ def _warn_of_unused_section() -> None:
 
             get_logger().warning(
                 'nothing has read the section "ort_zero" of %s: the script made no DeepSpeed engine. Leave '
-                "Accelerator(cpu=True) out, which leaves DeepSpeed out; DeepSpeed takes the CPU by itself",
-                path,
+                "Accelerator(cpu=True) out, which leaves DeepSpeed out; DeepSpeed takes the CPU by itself", path,
             )  # fmt: skip
 
 
