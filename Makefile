@@ -17,6 +17,10 @@ EXTRAS := ort,examples
 TESTS_EXTRAS := ort,examples,test,lint
 ORTMODULE_EXTRAS := ortmodule,examples,test
 TORCH := torch==2.13.0
+# where pip looks for torch beside PyPI, whose torch brings CUDA: 5 GB; make TORCH_INDEX=https://download.pytorch.org/whl/cpu train
+TORCH_INDEX ?=
+# each environment compiles DeepSpeed's operators for itself: another environment's would be compiled again at each turn
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 STEPS ?= 200
 # the ranks of a test share few cores; without this each takes all of them
 export OMP_NUM_THREADS ?= 1
@@ -25,7 +29,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 QUIET := $(if $(wildcard /dev/nvidia0 /dev/kfd /dev/dri /dev/accel),,DS_ACCELERATOR=cpu)
 RUFF := .ci/ruff.toml
 PYTEST := $(BIN)/python -m pytest
-ORTMODULE_PYTEST := $(ORTMODULE_BIN)/python -m pytest
+ORTMODULE_PYTEST := TORCH_EXTENSIONS_DIR="$(CURDIR)/$(ORTMODULE)/torch_extensions" $(ORTMODULE_BIN)/python -m pytest
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 # two launches of ranks side by side: while one waits, imports in a single process or exports, the other has the cores
 RANKS := -n 2 --dist loadfile
@@ -45,13 +49,28 @@ define can_make_environments
   { echo "error: $(1) cannot make virtual environments: apt-get install python3-venv" >&2; exit 1; }
 endef
 
+# pip shows its progress on a terminal; of a $(shell) only stderr is make's own
+PIP_QUIET := $(shell [ -t 2 ] || echo -qq)
+# pip prefers 2.13.0+cpu of an index of CPU builds to 2.13.0 of PyPI
+TORCH_FROM = $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
+define say_download
+@if $(1)/bin/python -c 'import torch' 2>/dev/null; then \
+  echo "$(1) has torch already; installing what else it lacks"; \
+elif [ -n "$(TORCH_INDEX)" ]; then \
+  echo "downloading into $(1): torch of $(TORCH_INDEX) (a CPU build has 0.2 GB), onnxruntime, DeepSpeed, transformers and what they need (0.5 GB)"; \
+else \
+  echo "downloading into $(1): torch, onnxruntime, DeepSpeed, transformers and what they need: 0.7 GB if your package index has a CPU build"; \
+  echo "of torch for this Python, 5 GB with CUDA from PyPI; for a CPU build: make TORCH_INDEX=https://download.pytorch.org/whl/cpu $(MAKECMDGOALS)"; \
+fi
+endef
+
 # $(call install,ENVIRONMENT,PYTHON,EXTRAS); torch on its own: an unpinned one would drag in gigabytes of CUDA
 define install
 @$(1)/bin/python -m pip --version >/dev/null 2>&1 || \
   { rm -rf $(addprefix $(1)/,bin include lib lib64 pyvenv.cfg); $(2) -m venv $(1); }
-@echo "installing torch and the other packages into $(1) (minutes)"
-@$(1)/bin/python -m pip install -qq '$(TORCH)'
-@$(1)/bin/python -m pip install -qq -c .ci/constraints.txt -e '.[$(3)]'
+$(call say_download,$(1))
+@$(1)/bin/python -m pip install $(PIP_QUIET) $(TORCH_FROM) '$(TORCH)'
+@$(1)/bin/python -m pip install $(PIP_QUIET) -c .ci/constraints.txt -e '.[$(3)]'
 endef
 
 .PHONY: venv
@@ -68,7 +87,7 @@ $(READY): setup.cfg .ci/constraints.txt
 
 $(TESTS_READY): $(READY)
 	@echo "installing the packages of the tests into $(VENV) (a minute)"
-	@$(BIN)/python -m pip install -qq -c .ci/constraints.txt -e '.[$(TESTS_EXTRAS)]'
+	@$(BIN)/python -m pip install $(PIP_QUIET) -c .ci/constraints.txt -e '.[$(TESTS_EXTRAS)]'
 	@touch $@
 
 .PHONY: ortmodule
@@ -83,20 +102,25 @@ $(ORTMODULE_READY): setup.cfg .ci/constraints.txt
 	$(call install,$(ORTMODULE),$(ORTMODULE_PYTHON),$(ORTMODULE_EXTRAS))
 	@touch $@
 
-# DeepSpeed compiles an operator for shared memory as soon as two ranks start on CPU
+# DeepSpeed compiles an operator for shared memory as soon as a rank starts on CPU
 define needs_compiler
 @command -v $(or $(firstword $(CXX)),g++) >/dev/null || \
-  { echo "error: no C++ compiler, and DeepSpeed compiles an operator of its own when two ranks start: apt-get install g++" >&2; exit 1; }
+  { echo "error: no C++ compiler, and DeepSpeed compiles an operator of its own when a rank starts: apt-get install g++" >&2; exit 1; }
 @$(1) -c 'import os, sys, sysconfig; sys.exit(3 * (not os.path.isfile(os.path.join(sysconfig.get_paths()["include"], "Python.h"))))' 2>/dev/null; \
-  [ $$? != 3 ] || { echo "error: no Python.h, and DeepSpeed compiles an operator of its own when two ranks start: apt-get install python3-dev" >&2; exit 1; }
+  [ $$? != 3 ] || { echo "error: no Python.h, and DeepSpeed compiles an operator of its own when a rank starts: apt-get install python3-dev" >&2; exit 1; }
 endef
 
 .PHONY: compiler
 compiler:
 	$(call needs_compiler,$(or $(wildcard $(BIN)/python),$(PYTHON)))
 
+.PHONY: say_compile
+say_compile: $(READY)
+	@[ -z "$(QUIET)" ] || ls "$(TORCH_EXTENSIONS_DIR)"/deepspeed_shm_comm/*.so >/dev/null 2>&1 || \
+	  echo "g++ compiles an operator of DeepSpeed's, for ranks that share memory on CPU: once for $(VENV), about a minute"
+
 .PHONY: train
-train: compiler $(READY) ## Train a small GPT-2 on 2 ranks under ZeRO-3 in ONNX Runtime (STEPS=200), aggregate, sample
+train: compiler $(READY) say_compile ## Train a small GPT-2 on 2 ranks under ZeRO-3 in ONNX Runtime (STEPS=200), aggregate, sample
 	@$(QUIET) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m deepspeed.launcher.runner --quiet --num_gpus 2 --master_port $(FREE_PORT) \
 	  examples/train_lm.py --deepspeed_config configs/zero3.json --steps $(STEPS) --out out/train --expect-ort --compare-torch 14
 	@$(BIN)/python -m ort_zero aggregate out/train out/train_model --overwrite
@@ -128,8 +152,8 @@ test: compiler $(TESTS_READY) browser ## Run the tests of plugin, compile backen
 	$(PYTEST) -m "not slow" $(PARALLEL) $(ONE_PROCESS); one=$$?; $(PYTEST) -m "not slow" $(RANKS) $(SEVERAL_RANKS) && exit $$one
 
 .PHONY: test-fast
-test-fast: $(TESTS_READY) ## Run the unit tests of what needs no torch, in less than a minute
-	$(PYTEST) -m "not slow" --without-torch $(PARALLEL) tests/unit
+test-fast: $(TESTS_READY) ## Run the unit tests of what needs no torch, in less than a minute; without a browser too
+	$(PYTEST) -m "not slow and not seconds" --without-torch $(PARALLEL) tests/unit
 
 .PHONY: test-ortmodule
 test-ortmodule: $(ORTMODULE_READY) ## Run every test of the engine of onnxruntime-training but the slow ones (six minutes)
@@ -156,12 +180,12 @@ $(CLIENTS_READY): $(TESTS_READY) setup.cfg .ci/constraints.txt
 	  > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/below.pth"
 	@$(CLIENTS)/bin/python -m pip install -qq -c .ci/constraints.txt -e '.[clients]'
 	@echo "starting 2 ranks for the first time: DeepSpeed compiles an operator, Python all packages"
-	@$(CLIENTS)/bin/python tests/clients/first_start.py
+	@TORCH_EXTENSIONS_DIR="$(CURDIR)/$(CLIENTS)/torch_extensions" $(CLIENTS)/bin/python tests/clients/first_start.py
 	@touch $@
 
 .PHONY: test-clients
 test-clients: $(CLIENTS_READY) ## Run programs of other libraries in PyTorch and in ORT, 2 ranks; writes docs/programs.md
-	$(CLIENTS)/bin/python -m pytest -m clients $(RANKS) tests/clients
+	TORCH_EXTENSIONS_DIR="$(CURDIR)/$(CLIENTS)/torch_extensions" $(CLIENTS)/bin/python -m pytest -m clients $(RANKS) tests/clients
 
 .PHONY: bench
 bench: $(TESTS_READY) ## Run the benchmarks that need no options
@@ -213,6 +237,6 @@ format: $(TESTS_READY) ## Lay the code out with ruff, and repair what ruff can r
 	$(BIN)/ruff format --config $(RUFF) .
 
 .PHONY: clean
-clean: ## Remove what runs leave behind (.venv and the extensions' cache stay)
+clean: ## Remove what runs leave behind (.venv stays, with the operators that DeepSpeed has compiled)
 	rm -rf out build dist .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -257,9 +257,7 @@ def _explain_all(errors: list[Any]) -> list[str]:
             if (path := ".".join(where)) in _REMOVED:
                 lines.append(f"{SECTION}.{path}: there is no such key any more: {_REMOVED[path]}")
                 continue
-            valid = _field_names(where[:-1])
-            near = difflib.get_close_matches(where[-1], valid, n=1, cutoff=0.5)
-            hint = f'did you mean "{near[0]}"?' if near else f"valid keys: {', '.join(valid)}"
+            hint = _right_key(where, error["input"])
             lines.append(f"{SECTION}.{'.'.join(where)}: unknown key (value {error['input']!r}); {hint}")
             continue
         # a union's branches add their own names to the location
@@ -272,8 +270,31 @@ def _explain_all(errors: list[Any]) -> list[str]:
     return lines
 
 
-def _field_names(path: list[str]) -> list[str]:
-    model: type[BaseModel] = Config
-    for part in path:
-        model = model.model_fields[part].annotation  # type: ignore[assignment]
-    return list(model.model_fields)
+def _right_key(where: list[str], value: Any) -> str:
+    """Return which key an unknown one stands for: of the same name elsewhere, else of a similar name."""
+    *above, key = where
+    paths = list(_paths_of_keys(Config))
+    here = [path for path in paths if path[:-1] == tuple(above)]
+    meant = [path for path in paths if path[-1] == key]
+    for candidates, cutoff in ((here, 0.5), (paths, 0.7)):
+        near = difflib.get_close_matches(key, [path[-1] for path in candidates], n=1, cutoff=cutoff)
+        meant = meant or [path for path in candidates if path[-1] in near]
+    if not meant:
+        return f"valid keys: {', '.join(path[-1] for path in here)}"
+    if meant[0] in here:
+        return f'did you mean "{meant[0][-1]}"?'
+    ways = []
+    for path in meant:
+        text = json.dumps(value, default=str)
+        for name in reversed(path):
+            text = f'{{"{name}": {text}}}'
+        ways.append(f'"{".".join(path)}", that is {text[1:-1]}')
+    return f"did you mean {', or '.join(ways)}?"
+
+
+def _paths_of_keys(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of each key of a section, with the keys of the sections in it."""
+    for name, field in model.model_fields.items():
+        yield (*above, name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _paths_of_keys(field.annotation, (*above, name))

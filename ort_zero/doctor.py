@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from ort_zero import __version__, env
 from ort_zero.backends import loading
-from ort_zero.compat import deepspeed_programs, versions
+from ort_zero.compat import deepspeed_programs, torch_extensions, versions
 from ort_zero.masking import masked
 from ort_zero.utils.cpu_count import usable_cores
 from ort_zero.utils.sizes import binary_size
@@ -88,7 +89,7 @@ def examine() -> Report:
     engine = versions.engine()
     findings = versions.findings()
     problems = []
-    clash = versions.clash()
+    clash = versions.clash() or versions.damage()
     if clash is not None:
         problems.append(Problem(what=clash.what, fix=clash.cure))
     problems += [
@@ -109,8 +110,8 @@ def examine() -> Report:
     if lack is not None:
         problems.append(
             Problem(
-                what=f"no {lack}, and DeepSpeed compiles an operator of its own as soon as two ranks start on CPU",
-                fix="apt-get install g++ python3-dev",
+                what=f"no {lack}, and DeepSpeed compiles an operator of its own as soon as a rank starts on CPU",
+                fix=deepspeed_programs.CURE,
             )
         )
     clang = deepspeed_programs.unsuitable_compiler()
@@ -121,6 +122,14 @@ def examine() -> Report:
                 fix="apt-get install g++ && export CXX=g++",
             )
         )
+    problems += [
+        Problem(
+            what=f"no process of this machine holds {lock}, and each build in its folder waits for the file's end: a "
+            "build was killed, if no other machine compiles there",
+            fix=f"rm {shlex.quote(str(lock))}",
+        )
+        for lock in torch_extensions.unheld_locks()
+    ]
     entry_point = _has_entry_point()
     problems += _switched_off(entry_point)
     return Report(

@@ -16,10 +16,16 @@ patch_sets: dict[str, PatchSet] = {}
 ``"torch.onnx"``, ``"onnxruntime"``, ``"ORTModule"`` (its constructor), ``"profiling ranges"`` and ``"statistics"`` (of
 onnxruntime-training), and ``"refused_section"`` where the plugin could not be enabled."""
 _PATCHING = threading.RLock()
+engines_made: list[bool] = []
+"""Has an element once a DeepSpeed engine has been made."""
 _runtimes: list[weakref.ref] = []
 """The runtimes of wrapped models, in the order in which the models were wrapped."""
 _not_freed: list[weakref.ref] = []
 """The runtimes of all models that still exist, including models of destroyed engines."""
+_last_statuses: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""The newest status of each runtime that was taken while its module lived."""
+_gone: list[dict[str, Any]] = []
+"""The final status of the newest model, once the model is gone and until another one is wrapped."""
 _MIN_COLLECTED_BYTES = 64 << 20
 """Bytes of parameters from which a garbage collection is worth its time, some tenths of a second."""
 
@@ -38,6 +44,10 @@ def register(runtime: Any) -> None:
         gc.collect()
     _runtimes[:] = [ref for ref in _runtimes if ref() is not None]
     _runtimes.append(weakref.ref(runtime))
+    _gone.clear()
+    status_of(runtime)
+    # another wrap of the module replaces this runtime, which must not live on
+    weakref.finalize(runtime.module, lambda ref: end(ref()) if ref() else None, weakref.ref(runtime)).atexit = False
 
 
 def _bytes_of(module: Any) -> int:
@@ -50,8 +60,32 @@ def _bytes_of(module: Any) -> int:
 
 
 def unregister(runtime: Any) -> None:
-    """Remove the runtime of a destroyed engine's model from :func:`status`."""
+    """Remove the runtime of a model from :func:`runtimes`."""
     _runtimes[:] = [ref for ref in _runtimes if ref() not in (None, runtime)]
+
+
+def end(runtime: Any) -> None:
+    """Take a model that is freed or destroyed out of :func:`runtimes`; the newest model's final status is kept."""
+    living = runtimes()
+    if living and living[-1] is runtime:
+        now, before = runtime.status(), _last_statuses[runtime]
+        failures = {**before["failures"], **now["failures"]}
+        fallbacks = now["fallbacks"] + len(failures) - len(now["failures"])
+        freed = ("module", "units", "unit_classes") if runtime.module is None else ()  # what it can no longer tell
+        of_module = {key: before[key] for key in freed}
+        _gone[:] = [{**now, **of_module, "failures": failures, "fallbacks": fallbacks, "gone": True}]
+    unregister(runtime)
+
+
+def status_of(runtime: Any) -> dict[str, Any]:
+    """Return the status of a living model, and keep it for the time after the model's end."""
+    _last_statuses[runtime] = runtime.status()
+    return {**_last_statuses[runtime], "gone": False}
+
+
+def statuses() -> list[dict[str, Any]]:
+    """Return the status of each living model, the newest one last, and of the newest model once it is gone."""
+    return [*map(status_of, runtimes()), *_gone]
 
 
 def runtimes() -> list[Any]:

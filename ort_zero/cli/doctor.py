@@ -99,6 +99,8 @@ def text_of(report: doctor.Report) -> str:
     if report.problems:
         lines += [f"problem: {problem.what}" for problem in report.problems]
         lines.append(f"fix first: {report.first_fix}")
+        if any(v.name == "torch" and v.found is None for v in report.versions):
+            lines.append("without torch: aggregate, verify and ls work; diff, convert and loading need torch")
     else:
         lines.append("ready: models can be trained in ONNX Runtime")
     return "\n".join(lines)

@@ -13,6 +13,11 @@ from ort_zero.utils.script_process import ScriptFailure
 
 _EPILOG = """The script is started unchanged and ended after its first step. Exit status: 0 = explained; 2 = not
 explained, with an error."""
+_SETTINGS = (
+    'all that ONNX Runtime can run, whatever is faster: set "compile": {"place": "ort"} in the section',
+    'a module that PyTorch should run whole: set "exclude": ["PATTERN"], such as ["*.head"]',
+)
+"""What a user can set, as the last lines."""
 
 
 class ExplainedScriptError(ScriptFailure, OrtZeroError):
@@ -74,5 +79,9 @@ def lines_of(report: dict[str, Any]) -> list[str]:
             lines += [f"    {entry['way_out']}"] if entry["way_out"] else []
         lines += [f"  compiled again: {reason}" for reason in unit["recompilations"]]
     lines += [f"{path} is not compiled: {why}" for path, why in report["failures"].items()]
-    lines += [f"divided at {each['where']}: {each['reason']}" for each in report["graph_breaks"]]
-    return lines
+    # torch's explanations and hints are about its own settings
+    lines += [
+        f"divided at {each['where']}, Python runs between two graphs: {each['reason'].partition(' Explanation: ')[0]}"
+        for each in report["graph_breaks"]
+    ]
+    return [*lines, *_SETTINGS]

@@ -7,10 +7,13 @@ fix; 2 = the command could not do its work (usage, bad input).
 from __future__ import annotations
 
 import argparse
+import contextlib
+import difflib
 import os
+import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from ort_zero import __version__, env
@@ -30,6 +33,7 @@ from ort_zero.cli import (
 )
 from ort_zero.errors import CorruptCheckpointError, OrtZeroError
 from ort_zero.masking import masked
+from ort_zero.utils import progress
 
 _COMMANDS = (doctor, aggregate, convert, verify, ls, diff, stats, memory, profile, explain)
 
@@ -38,6 +42,9 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser that reports wrong usage in one line."""
 
     def error(self, message: str) -> NoReturn:
+        if match := re.search(r"invalid choice: '?(.*?)'? \(choose from (.+)\)", message):
+            if near := difflib.get_close_matches(match[1], re.findall(r"[\w-]+", match[2]), n=1):
+                message = f"{message[: match.start()]}there is no {match[1]}; did you mean {near[0]}?"
         self.exit(2, f"{self.prog}: {message} (see: {self.prog} --help)\n")
 
 
@@ -53,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
         for sub in made if isinstance(made, tuple) else (made,):
             sub.allow_abbrev = False
             sub.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+            sub.add_argument("-q", "--quiet", action="store_true", help="print errors alone; the exit status answers")
             sub.add_argument("--debug", action="store_true", help="show an error's traceback (or ORT_ZERO_DEBUG=1)")
             sub.set_defaults(run=command.run)
     return parser
@@ -65,11 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None for the arguments of the process.
     """
     parser = make_parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions: docs/install.md
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     args = parser.parse_args(argv)
     if args.command is None:
         parser.error("no command given")
     try:
-        return args.run(args)
+        with _quietly() if args.quiet and not args.json else contextlib.nullcontext():
+            return args.run(args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -79,6 +92,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Exception as error:
         return _report(error, args)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Print nothing to stdout in a ``with`` block, and show no progress bar."""
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        progress.hidden.append(True)
+        try:
+            yield
+        finally:
+            progress.hidden.clear()
 
 
 def _report(error: Exception, args: argparse.Namespace) -> int:

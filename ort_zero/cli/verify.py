@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ort_zero.cli import TP_SPLIT_HELP, print_json
 from ort_zero.utils.sizes import size_in
+from ort_zero.utils.text import shortened
 
 if TYPE_CHECKING:
     from ort_zero.checkpoint.inspection.verification import VerifyReport
@@ -32,11 +33,22 @@ def run(args: argparse.Namespace) -> int:
     from ort_zero.checkpoint.inspection.verification import verify
 
     report = verify(args.src, args.tag, workers=args.workers, trust_pickle=args.trust_pickle, tp_split=args.tp_split)
+    if args.tag is None and (others := _others(args.src, report.root)):
+        note = f"not verified: {shortened(others, 12)} (--tag names the one to verify)"
+        report = dataclasses.replace(report, notes=(*report.notes, note))
     if args.json:
         print_json({**dataclasses.asdict(report), "ok": report.ok})
     else:
         print(text_of(report))
     return 0 if report.ok else 1
+
+
+def _others(src: str, root: str) -> list[str]:
+    """Return the names of the checkpoints in a folder, apart from `root`."""
+    from ort_zero.checkpoint.files.storage import open_folder
+    from ort_zero.checkpoint.finding import checkpoints_below
+
+    return [each.name for each in checkpoints_below(open_folder(src)) if each.folder.path() != root]
 
 
 def text_of(report: VerifyReport) -> str:

@@ -8,6 +8,9 @@ import shutil
 import sysconfig
 from pathlib import Path
 
+CURE = "apt-get install g++ python3-dev"
+"""The command that installs what DeepSpeed's operators are compiled with."""
+
 
 def compiler() -> str | None:
     """Return the command of the C++ compiler for DeepSpeed's operators, ``CXX`` or ``c++``; None if PATH has none."""
@@ -18,7 +21,7 @@ def compiler() -> str | None:
 def missing_for_operators() -> str | None:
     """Return what DeepSpeed lacks to compile its operator for shared memory; None if nothing, or on a GPU.
 
-    DeepSpeed compiles this operator when two ranks start on a machine without an accelerator, and stops if it cannot.
+    DeepSpeed compiles this operator when a rank starts on a machine without an accelerator, and stops if it cannot.
     """
     if os.environ.get("DS_ACCELERATOR", "cpu") != "cpu":
         return None

@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -96,7 +96,9 @@ def compile_function(
     def convert_with_options(*args: Any, **kwargs: Any) -> Any:
         global _conversions
         _conversions += 1
-        with _tracing, dynamo_config.patch(_DYNAMO_OPTIONS), _leaving_generators_to_python():
+        _converted.module = _module_of(getattr(args[0], "f_locals", {}))
+        settings = dynamo_config.patch(_DYNAMO_OPTIONS)
+        with while_converting[-1](_converted.module), _tracing, settings, _leaving_generators_to_python():
             return convert(*args, **kwargs)
 
     optimize.callback = convert_with_options
@@ -108,7 +110,11 @@ _DYNAMO_OPTIONS = {"skip_nnmodule_hook_guards": False, "use_numpy_random_stream"
 
 By torch's own, a graph goes on without hooks that were added later, and NumPy's random functions in a graph draw from
 torch's generator."""
+while_converting: list[Callable[[Any], AbstractContextManager[None]]] = [nullcontext]
+"""The last one makes the block around a conversion, of the module whose call is converted."""
 _conversions = 0
+_converted = threading.local()
+"""The module whose call this thread's newest conversion is of."""
 _tracing = threading.RLock()
 """Held while :data:`_DYNAMO_OPTIONS` are set, so that no other thread restores them too early, or keeps them."""
 
@@ -198,16 +204,19 @@ def graph_of(
         return make_fx(lambda *tensors: [function(*tensors)], dict(decompositions))(*fakes)
 
 
-def recompile_reason() -> str | None:
-    """Return Dynamo's reason for recompiling the function that it compiles now; None at the first compilation.
+def converted_call() -> tuple[Any, str | None]:
+    """Return the module whose call Dynamo converts now, and the name of the conversion, such as ``"0/3"``.
 
-    To be called within a compilation, by a backend.
+    Dynamo's reasons begin with the name of the conversion that has made the graph which does not fit. To be called
+    within a compilation, by a backend or by what is noted of guards; the module is None for a function without one.
     """
-    from torch._dynamo import utils
+    return getattr(_converted, "module", None), str(torch._guards.CompileContext.current_compile_id() or "") or None
 
-    context = getattr(utils, "get_metrics_context", lambda: None)()
-    reason = getattr(context, "_metrics", {}).get("recompile_reason")
-    return str(reason) if reason else None
+
+def _module_of(names: Mapping[str, Any]) -> Any:
+    """Return the first module among a call's arguments; Dynamo's own frames have all of them in one tuple."""
+    values = [each for value in names.values() for each in (value if isinstance(value, tuple) else (value,))]
+    return next((value for value in values if isinstance(value, torch.nn.Module)), None)
 
 
 def graph_breaks() -> list[tuple[str, str]]:

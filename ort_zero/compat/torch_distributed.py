@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +27,15 @@ def default_store() -> Store:
         ValueError: no process group has been initialised.
     """
     return _get_default_store()
+
+
+def record_for_torchrun(text: str) -> None:
+    """Have torchrun end its report of failed ranks with `text`, as the traceback of this rank; else do nothing."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        info = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": info}}))
 
 
 def compares_ranks() -> bool:

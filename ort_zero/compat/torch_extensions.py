@@ -1,21 +1,35 @@
-"""Prepare a machine so that torch can compile DeepSpeed's C++ operators when they are first used."""
+"""Prepare a machine so that torch can compile DeepSpeed's C++ operators at their first use, and say what it lacks.
+
+A build that is killed leaves a file ``lock`` in the operator's folder, for whose end torch waits silently, for ever.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import os
+import shlex
 import shutil
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from ort_zero import env
+from ort_zero import env, log
+from ort_zero.compat import deepspeed_programs
+from ort_zero.utils.patching import Patch, defined_in
 from ort_zero.utils.trusted_folder import reason_not_to_trust
 
 _MIN_FREE = 64 << 20
 """Bytes that must be free in the folder for a compiler's temporary files."""
+_SILENT_SECONDS = 10.0
+"""Seconds of waiting for a lock after which a message says what for; the next messages come a minute apart."""
+_COMPILERS = frozenset(("c++", "cc1plus", "cicc", "clang++", "g++", "ld", "ninja", "nvcc"))
 
 
 def prepare() -> None:
@@ -72,3 +86,106 @@ def _link_libraries_without_spaces() -> None:
         link.symlink_to(libraries)
     if reason_not_to_trust(link) is None and link.resolve() == libraries.resolve():
         cpp_extension.TORCH_LIB_PATH = str(link)
+
+
+def unheld_locks() -> list[Path]:
+    """Return the files ``lock`` in torch's folder for extensions that no process of this machine holds."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions"))
+    locks = [*folder.glob("*/lock"), *folder.glob("*/*/lock")]
+    return sorted(lock for lock in locks if _holder(lock) is None) if Path("/proc/self/fd").is_dir() else []
+
+
+def _holder(lock: Path) -> str | None:
+    """Return the process that has a lock open, as ``"process 71 (python3)"``; None if no visible process has."""
+    path = os.path.realpath(lock)
+    for process in _processes():
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
+            if any(os.readlink(each.path) == path for each in os.scandir(process / "fd")):
+                return f"process {process.name} ({(process / 'comm').read_text().strip()})"
+    return None
+
+
+def _running_compilers() -> list[str]:
+    """Return the names of the compilers that run on this machine, in their order."""
+    names = set()
+    for process in _processes():
+        with contextlib.suppress(OSError):
+            names.add((process / "comm").read_text().strip())
+    return sorted(names & _COMPILERS)
+
+
+def _processes() -> Iterator[Path]:
+    """Yield the folder of each visible process."""
+    return (each for each in Path("/proc").glob("[0-9]*"))
+
+
+def _words_of_wait(path: str) -> str:
+    """Return what a process waits for: the lock, since when it is there, who holds it, and whether a compiler runs."""
+    lock = Path(path)
+    with contextlib.suppress(OSError):
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lock.stat().st_mtime))
+        compilers = ", ".join(_running_compilers()) or "none"
+        text = f"waiting for {path}, there since {since}; compilers that run here: {compilers}"
+        if holder := _holder(lock):
+            return f"{text}; {holder} holds the file"
+        text += "; no process of this machine holds the file. If no other machine compiles there, a build was killed"
+        return f"{text}: rm {shlex.quote(path)}"
+    return f"waiting for {path}"
+
+
+def patches() -> tuple[Patch, ...]:
+    """Return the patches that say what torch waits for, and which compiler DeepSpeed lacks; both raise as before."""
+    return (
+        Patch(
+            target="torch.utils.file_baton:FileBaton.wait",
+            build=_wait_in_words,
+            why="says which lock is waited for",
+            guard=defined_in("torch.utils.file_baton"),
+        ),
+        Patch(
+            target="deepspeed.ops.op_builder.builder:OpBuilder.jit_load",
+            build=_load_in_words,
+            why="says what the compilation of an operator lacks",
+            guard=defined_in("deepspeed.ops.op_builder.builder"),
+        ),
+    )
+
+
+def _wait_in_words(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        over = threading.Event()
+
+        def tell() -> None:
+            seconds = _SILENT_SECONDS
+            while not over.wait(seconds):
+                # an error passes the filter of rank 0, which may be on a host where nothing waits
+                log.get_logger().error("%s", _words_of_wait(self.lock_file_path))
+                seconds = 60.0
+
+        if env.speaks_for_host():
+            threading.Thread(target=tell, daemon=True).start()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            over.set()
+
+    return wait
+
+
+def _load_in_words(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def jit_load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        except Exception:
+            lack = deepspeed_programs.missing_for_operators()
+            if lack is not None and env.speaks_for_host():
+                log.get_logger().error(
+                    "no %s, and DeepSpeed compiles its operator %s as soon as a rank starts on CPU: %s",
+                    lack, self.name, deepspeed_programs.CURE,
+                )  # fmt: skip
+            raise
+
+    return jit_load

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -143,11 +144,11 @@ def engine() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clash:
-    """Several distributions that have written the same folder ``onnxruntime``."""
+    """What several distributions have done that write the same folder ``onnxruntime``."""
 
     what: str
     cure: str
-    """The command that leaves one of them."""
+    """The command that leaves one whole distribution."""
 
 
 def clash() -> Clash | None:
@@ -157,9 +158,34 @@ def clash() -> Clash | None:
         return None
     names = " and ".join(f"{name} {metadata.version(name)}" for name in present)
     wanted = "onnxruntime-gpu" if "onnxruntime-gpu" in present else "onnxruntime"
+    if env.backend() == "ortmodule" and "onnxruntime-training" in present:
+        wanted = f"'onnxruntime-training=={metadata.version('onnxruntime-training')}'"
     return Clash(
         what=f"{names} are installed over one another: each writes the folder onnxruntime, so keep one of them",
         cure=f"pip uninstall -y {' '.join(present)} && pip install {wanted}",
+    )
+
+
+def damage() -> Clash | None:
+    """Return what another distribution has done to the files of the only one of ONNX Runtime; None if all are its own.
+
+    Where two were installed and one was uninstalled, the other one lacks the files that both had. Sizes are compared
+    with those that pip has noted.
+    """
+    name = _installed_name("onnxruntime")
+    try:
+        files = (metadata.distribution(name).files or ()) if name is not None else ()
+    except metadata.PackageNotFoundError:
+        return None
+    paths = {file: Path(str(file.locate())) for file in files if file.size is not None}
+    wrong = [file for file, path in paths.items() if not path.is_file() or path.stat().st_size != file.size]
+    if not wrong:
+        return None
+    version = metadata.version(str(name))
+    return Clash(
+        what=f"{len(wrong)} files of {name} {version} are missing or of another wheel, such as {wrong[0]}: where two "
+        "wheels of ONNX Runtime were installed, uninstalling one takes the other's files",
+        cure=f"pip install --force-reinstall --no-deps '{name}=={version}'",
     )
 
 

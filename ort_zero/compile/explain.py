@@ -14,13 +14,10 @@ from ort_zero.compile.records import ModelRecord
 from ort_zero.utils.atomic_write import write_json
 
 _WAYS_OUT = (
-    (
-        "no conversion",
-        "none needed: PyTorch's kernel runs; a conversion would be a function in ort_zero/compile/conversion",
-    ),
+    ("no conversion", "nothing to do: PyTorch's own kernel runs between the parts in ONNX Runtime"),
     ("depends on values", "sizes that follow from values (nonzero, masks) stay in PyTorch"),
     ("ONNX Runtime has no", "use a dtype that the provider has kernels for, such as float32"),
-    ("excluded", "take the module off exclude"),
+    ("excluded", 'take the pattern of the module out of "exclude"'),
 )
 
 

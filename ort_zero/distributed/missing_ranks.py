@@ -17,7 +17,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from ort_zero import env
-from ort_zero.compat.torch_distributed import default_store, is_collective_error
+from ort_zero.compat.torch_distributed import default_store, is_collective_error, record_for_torchrun
+from ort_zero.errors import ConfigError
 from ort_zero.masking import masked
 
 T = TypeVar("T")
@@ -47,6 +48,10 @@ class _Rank(NamedTuple):
 
     def __str__(self) -> str:
         return f"rank {self.number} ({self.host}, process {self.process})"
+
+
+_PRINTING_SECONDS = 2.0
+"""Time in seconds that rank 0 may take to print an error: a launcher kills it once another rank has ended."""
 
 
 def note_this_rank() -> None:
@@ -96,15 +101,41 @@ def _with_missing_ranks(show: Callable[..., Any]) -> Callable[..., Any]:
     """Return an ``excepthook`` that also names the ranks that are missing."""
 
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if isinstance(error, ConfigError):
+            _show_config_error(error, lambda: show(kind, error, traceback))
+            return
         show(kind, error, traceback)
         if is_collective_error(error):
             text = missing_ranks()
             print(f"[ort_zero rank {env.rank()} on {socket.gethostname()}] {text}", file=sys.stderr, flush=True)
         else:
-            first = (str(error).strip() or "no message").partition("\n")[0]
-            _within(STORE_SECONDS, lambda: _store_error(f"{kind.__name__}: {masked(first)}"))
+            _within(STORE_SECONDS, lambda: _store_error(_in_a_line(error)))
 
     return hook
+
+
+def _in_a_line(error: BaseException) -> str:
+    first = (str(error).strip() or "no message").partition("\n")[0]
+    return f"{type(error).__name__}: {masked(first)}"
+
+
+def _show_config_error(error: ConfigError, show: Callable[[], Any]) -> None:
+    """Show an error that all ranks have alike on rank 0 alone, its line last, and in torchrun's last lines.
+
+    A rank with an error that rank 0 has not shows its own.
+    """
+    import torch.distributed as dist
+
+    text = _in_a_line(error)
+    if dist.get_rank() == 0:
+        _within(STORE_SECONDS, lambda: _store_error(text))
+        show()
+        print(f"[ort_zero rank 0] {text}", file=sys.stderr, flush=True)
+    elif _within(STORE_SECONDS, lambda: default_store().get(error_key(0)).decode()) == text:
+        time.sleep(_PRINTING_SECONDS)
+    else:
+        show()
+    record_for_torchrun(text)
 
 
 def _store_error(text: str) -> None:

@@ -15,7 +15,7 @@ from ort_zero.compat import third_party
 from ort_zero.distributed import lone_failures
 from ort_zero.distributed.missing_ranks import note_this_rank, remember_ranks
 from ort_zero.errors import CheckpointError, ConfigError
-from ort_zero.plugin import metrics, profiled_script, statistics, summary
+from ort_zero.plugin import compile_progress, metrics, profiled_script, statistics, summary
 from ort_zero.utils.patching import Patch, defined_in
 from ort_zero.zero3_hooks import backend_context
 
@@ -60,6 +60,9 @@ def _engine_init(original):
         installation.connect(runtime, self)
         _note(self)
         statistics.note_onnxruntime(self.module)
+        from ort_zero.compat import torch_compile  # not with DeepSpeed: it imports torch's compiler
+
+        torch_compile.while_converting[:] = [compile_progress.shown]
         self.__dict__["ort_zero_runtime"] = weakref.ref(runtime)
         runtime.announce = lambda ready: summary.announce(section, ready.module, ready)
         profiled_script.measure_engine(self, runtime)
@@ -71,6 +74,7 @@ def _engine_init(original):
 
 def _note(engine: Any) -> None:
     """Note the rank, the ranks' hosts and the ZeRO stage of a new engine, also without a section; must not raise."""
+    registry.engines_made[:] = [True]
     note_this_rank()  # if the engine itself has made the process group
     remember_ranks()
     lone_failures.prepare()
@@ -239,7 +243,7 @@ def _destroy(original):
             session.remove()
         runtime = self.__dict__.pop("ort_zero_runtime", lambda: None)()
         if runtime is not None:
-            registry.unregister(runtime)
+            registry.end(runtime)
         return original(self)
 
     return destroy

@@ -5,8 +5,12 @@ No large package is imported at module level: :func:`autoload` runs at the end o
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import importlib
+import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +18,7 @@ from typing import Any
 from ort_zero import env
 from ort_zero.backends import loading, registry
 
+_ACCELERATES_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _HOOKED_MODULE = "deepspeed.runtime.engine"
 _state: dict[str, Any] = {"armed": False, "auto_error": None, "bare": False}
 """Whether the import hooks are armed; why the plugin could not be enabled; whether to prepare bare ORTModules."""
@@ -39,12 +44,27 @@ def autoload() -> None:
         if env.disabled() or _state["armed"]:
             return
         _state["armed"] = _state["bare"] = True
+        if os.environ.get(_ACCELERATES_CONFIG, "none") != "none":
+            atexit.register(_warn_of_unused_section)
         sys.meta_path.insert(0, _WaitForImports)  # type: ignore[arg-type]
         for name, arm in tuple(_HOOKS.items()):
             if name in sys.modules:
                 arm()
     except Exception as error:
         _state["auto_error"] = f"{type(error).__name__}: {error}"
+
+
+def _warn_of_unused_section() -> None:
+    """Warn at exit of a section in accelerate's file that no engine has read: ``Accelerator(cpu=True)`` makes none."""
+    path = os.environ[_ACCELERATES_CONFIG]
+    with contextlib.suppress(Exception):  # accelerate itself tells of a wrong file
+        if not registry.engines_made and json.loads(open(path).read())["ort_zero"].get("enabled", True):
+            from ort_zero.log import get_logger
+
+            get_logger().warning(
+                'nothing has read the section "ort_zero" of %s: the script made no DeepSpeed engine. Leave '
+                "Accelerator(cpu=True) out, which leaves DeepSpeed out; DeepSpeed takes the CPU by itself", path,
+            )  # fmt: skip
 
 
 def _arm_deepspeed() -> None:
@@ -146,10 +166,13 @@ def enable() -> None:
     if _engine_is_patched():
         return  # the armed import hook has just called this function
     from ort_zero.distributed import gloo_exit
+    from ort_zero.errors import PatchError
     from ort_zero.plugin import engine_patch, fp32_patch
     from ort_zero.zero3_hooks import patches as hook_patches
 
     registry.apply("deepspeed", lambda: (*engine_patch.PATCHES, *hook_patches.PATCHES, *fp32_patch.patches()))
+    with contextlib.suppress(PatchError):  # another torch or DeepSpeed: they say less
+        registry.apply("compiled operators", torch_extensions.patches)
     _state["auto_error"] = None
     gloo_exit.settle_at_exit()
 
@@ -200,10 +223,12 @@ def status() -> dict[str, Any]:
     Keys: ``enabled``, ``reason`` (why the plugin is not enabled, or None), ``patches`` (targets), ``models`` and
     ``fallbacks`` (sum over the models). ``models`` has one entry for each living engine whose section asks for ONNX
     Runtime, the newest one last: ``backend`` (``"onnxruntime"``, ``"torch"`` or ``"not called yet"``), graphs, runs,
-    gathers, reduces, transitions and fallback reason. Its ``called_in_torch`` lists the methods other than forward that
+    gathers, reduces, transitions and fallback reason. The newest model's entry stays once the model is freed or its
+    engine destroyed, with ``gone`` True, until another model is made; the model's memory does not. The entry's
+    ``called_in_torch`` lists the methods other than forward that
     PyTorch has run, with the number of module calls that they made.
     """
-    models = [runtime.status() for runtime in registry.runtimes()]
+    models = registry.statuses()
     reason = "ORT_ZERO_DISABLE is set" if env.disabled() else _state["auto_error"]
     return {
         "enabled": is_enabled(),

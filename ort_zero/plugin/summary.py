@@ -1,6 +1,6 @@
 """Print a table once the first training graph runs: active features, how to switch them, and the time for graphs.
 
-:func:`table` returns the text; :func:`announce` prints it, once for each engine, on rank 0.
+:func:`table` returns the text; :func:`announce` prints it, once in a process, on rank 0. Later models have a line.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from importlib import metadata
 from typing import Any
 
 from ort_zero import config, env, log
+from ort_zero.backends import registry
+from ort_zero.plugin import compile_progress
 from ort_zero.utils import tables
 from ort_zero.utils.text import shortened
 
@@ -21,6 +23,8 @@ _MIN_WIDTH, _MAX_WIDTH = 40, 120
 _MIN_COLUMN = 8
 """Minimum width of a column in characters, even on a very narrow terminal."""
 _ASCII, _BOXES = ("-", "|", "+"), ("─", "│", "┼")
+_printed: list[str] = []
+"""The titles of the models that this process has announced."""
 Row = tuple[str, ...]
 """Cells of a row: feature, state, setting that switches it; the second of two cells takes all remaining width."""
 
@@ -55,17 +59,18 @@ def table(
 
 
 def announce(section: config.Config, module: Any, runtime: Any | None) -> None:
-    """Print the table of a model with a section, on rank 0, unless the level is above INFO.
+    """Print the table of a model with a section, of a later model one line, on rank 0, unless the level is above INFO.
 
     Args:
         section: the configuration of the model.
         module: the user's module.
         runtime: the runtime of the model in ONNX Runtime; None for a model in PyTorch.
     """
+    compile_progress.compiled["seconds"] = 0.0
     logger = log.get_logger()
+    status = registry.status_of(runtime) if runtime is not None else None
     if env.rank() != 0 or not logger.isEnabledFor(logging.INFO):
         return
-    status = runtime.status() if runtime is not None else None
     plans: Sequence[tuple[str, str]] = runtime.memory_summary() if runtime is not None else ()
     if status is None:
         title = f"{type(module).__name__} runs in PyTorch, as the section says"
@@ -73,8 +78,21 @@ def announce(section: config.Config, module: Any, runtime: Any | None) -> None:
         title = f"{status['module']} runs in PyTorch: it cannot run in ONNX Runtime"
     else:
         title = f"{status['module']} runs in ONNX Runtime"
+    _printed.append(title)
+    if len(_printed) > 1:
+        logger.info("%s%s", title, _in_short(status) if status is not None else "")
+        return
     text = table(status, section, _versions(), plans, width=_width(), boxes=_draws_boxes())
     logger.info("%s\n%s", title, text)
+
+
+def _in_short(status: Mapping[str, Any]) -> str:
+    """Return what a line tells of a model that is not the first one of its process."""
+    if status["fallback_reason"]:
+        return f": {status['fallback_reason']}"
+    share = status["compiled"]["flop_share"]
+    operations = "" if share is None else f", {100 * share:.0f} % of floating-point operations there"
+    return f": {len(status['units'])} units{operations}; PyTorch runs {_kept(status)}"
 
 
 def _parts(section: config.Config) -> list[Row]:

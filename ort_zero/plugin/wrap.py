@@ -8,9 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ort_zero import config, env, log
 from ort_zero.backends import loading, registry
-from ort_zero.compat import glibc
+from ort_zero.compat import glibc, torch_compile
 from ort_zero.errors import ConfigError
-from ort_zero.plugin import profiled_script, statistics, summary
+from ort_zero.plugin import compile_progress, profiled_script, statistics, summary
 
 
 def wrap(model: Any, **section: Any) -> Any:
@@ -48,6 +48,7 @@ def wrap(model: Any, **section: Any) -> Any:
         glibc.keep_freed_memory()  # for the next step
         running = loading.load(engine).run(model, profiled_script.without_fallback(options), {})
         statistics.note_onnxruntime(model)
+        torch_compile.while_converting[:] = [compile_progress.shown]
         running.announce = lambda ready: summary.announce(options, ready.module, ready)
         profiled_script.measure_model(running)
     log.set_level(options.log_level, model)

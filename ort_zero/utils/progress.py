@@ -8,6 +8,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+hidden: list[bool] = []
+"""Has an element while a command with ``--quiet`` runs: no bar is shown."""
+
 
 class Bar:
     """A progress bar that is not shown, with the methods that callers use of the visible bar."""
@@ -42,7 +45,7 @@ def bar(total: int | None, what: str, unit: str = "B", *, shown: bool = True, de
         shown: False on ranks and with options without a bar.
         delay: seconds of work before a bar appears.
     """
-    if not shown or not sys.stderr.isatty():
+    if not shown or hidden or not sys.stderr.isatty():
         return Bar()
     from ort_zero.utils.terminal_bar import TerminalBar
 
@@ -68,17 +71,19 @@ class Steps:
 
 
 @contextlib.contextmanager
-def steps_bar(what: str, steps: int, *, shown: bool = True, delay: float = 2) -> Iterator[Steps]:
+def steps_bar(what: str, steps: int, *, done: int = 0, shown: bool = True, delay: float = 2) -> Iterator[Steps]:
     """Show a bar while the block works in a few steps, each of which may be long; its clock runs all the time.
 
     Args:
         what: name of the work.
         steps: number of steps.
+        done: number of steps that count as done at the begin.
         shown: False on ranks without a bar.
         delay: seconds of work before a bar appears.
     """
     progress = Steps(what)
-    if not shown or sys.stderr is None or not sys.stderr.isatty():
+    progress.done = done
+    if not shown or hidden or sys.stderr is None or not sys.stderr.isatty():
         yield progress
         return
     over = threading.Event()
@@ -99,7 +104,10 @@ def _show(progress: Steps, steps: int, delay: float, stream: Any, over: threadin
     from ort_zero.utils.terminal_bar import TerminalBar
 
     form = "{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}"
-    with TerminalBar(total=steps, desc=progress.text, file=stream, leave=False, bar_format=form) as bar_shown:
+    done = min(progress.done, steps)
+    with TerminalBar(
+        total=steps, initial=done, desc=progress.text, file=stream, leave=False, bar_format=form
+    ) as bar_shown:
         bar_shown.start_t -= delay
         while not over.wait(0.5):
             bar_shown.n = min(progress.done, steps)

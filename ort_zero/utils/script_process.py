@@ -28,6 +28,10 @@ _LAST_LINES = 20
 """Number of last lines that are shown of the output of a failed script."""
 
 
+_WITHOUT_LAUNCHER = "No module named 'mpi4py'"
+"""Where no launcher has set its variables, DeepSpeed asks MPI for ranks."""
+
+
 class ScriptFailure(Exception):
     """The error for a script that failed or ended too early.
 
@@ -136,13 +140,22 @@ def run_with_request(
         write_request: writes the request file; takes its path and the path of the reports, to which rank n adds ``.n``.
         read_reports: returns the reports that the ranks have written so far.
         is_done: returns whether these reports are complete; asked twice a second.
+
+    Raises:
+        ConfigError: the script needs a launcher.
     """
     with tempfile.TemporaryDirectory(prefix="ort_zero-") as name:
         folder = Path(name)
         request, report, log = folder / "request.json", folder / "report", folder / "log"
         write_request(request, str(report))
         status = run_script(command, log, {variable: str(request)}, lambda: is_done(read_reports(report)))
-        return RequestedRun(status, read_reports(report), last_lines(log))
+        tail = last_lines(log)
+        if status and tail and _WITHOUT_LAUNCHER in tail[-1]:
+            raise ConfigError(
+                "DeepSpeed found no launcher's variables in the script, and no mpi4py in their place: "
+                "--launcher 'deepspeed --num_gpus 2', with the launcher and the ranks of your training"
+            )
+        return RequestedRun(status, read_reports(report), tail)
 
 
 def run_first_step(command: Sequence[str], variable: str, request: Mapping[str, Any]) -> RequestedRun[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 
 import pytest
@@ -57,6 +58,20 @@ def test_enable_by_hand_and_back_leaves_the_very_objects(code):
         """,
         **NO_ENTRY_POINT,
     )
+
+
+@pytest.mark.parametrize(("section", "options", "is_said"), [({}, "cpu=True", True), (None, "cpu=True", False)])
+def test_a_section_that_accelerate_leaves_out_is_said_at_the_end(tmp_path, section, options, is_said):
+    pytest.importorskip("accelerate")
+    file = tmp_path / "ds.json"
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+    file.write_text(json.dumps(config if section is None else {**config, "ort_zero": section}))
+    said = run(
+        f"from accelerate import Accelerator; Accelerator({options})",
+        ACCELERATE_USE_DEEPSPEED="true",
+        ACCELERATE_DEEPSPEED_CONFIG_FILE=str(file),
+    )
+    assert (f'nothing has read the section "ort_zero" of {file}' in said) == is_said
 
 
 def test_import_torch_alone_imports_no_deepspeed():

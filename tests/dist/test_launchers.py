@@ -47,10 +47,11 @@ def all_forms(folder: str) -> dict[str, str | None]:
     for name, how in forms.items():
         model = torch.nn.Linear(4, 2)
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), **how)
-        before = len(ort_zero.status()["models"])
+        before = sum(not model["gone"] for model in ort_zero.status()["models"])
         engine.backward(engine(torch.randn(4, 4)).sum())
         engine.step()
-        ours = [model for model in ort_zero.status()["models"] if model["graph_runs"].get("backward")]
+        models = [model for model in ort_zero.status()["models"] if not model["gone"]]
+        ours = [model for model in models if model["graph_runs"].get("backward")]
         result[name] = ours[-1]["backend"] if len(ours) == before and before else None
         assert type(engine.module) is torch.nn.Linear, name
         engine.destroy()
@@ -110,6 +111,33 @@ def test_torchrun_trains_plain_deepspeed(stage):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
                str(free_port()), "examples/train_lm.py", "--deepspeed_config", f"configs/zero{stage}.json"]  # fmt: skip
     _proof(_run([*command, *SMALL]), stage)
+
+
+MISTAKE = """
+import argparse, deepspeed, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank")
+parser.parse_known_args()
+deepspeed.init_distributed()
+model = torch.nn.Linear(2, 2)
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "ort_zero": {"place": "ort"}}
+deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torch.distributed.run --nproc_per_node", "deepspeed.launcher.runner --num_gpus"])
+def test_a_mistake_in_the_section_is_said_last_by_rank_0_alone(tmp_path, launcher):
+    (tmp_path / "train.py").write_text(MISTAKE)
+    command = [sys.executable, "-m", *launcher.split(), "2", "--master_port", str(free_port()), "train.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    lines = (done.stdout + done.stderr).splitlines()
+    said = "ConfigError: ort_zero.place: unknown key (value 'ort'); did you mean \"compile.place\""
+    of_python = [line for line in lines if line.startswith(("[rank", "[ort_zero rank"))]
+    assert done.returncode and said in of_python[-1] and of_python[-1].startswith("[ort_zero rank 0]")
+    assert not [line for line in of_python if "rank 1]" in line or "rank1]" in line]
+    if "torch" in launcher:  # its report is long, and ends in the error
+        assert said in lines[-2] and lines[-2].strip().startswith("traceback")
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])

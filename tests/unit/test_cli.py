@@ -85,6 +85,13 @@ def test_doctor_looks_at_the_real_machine(monkeypatch, tmp_path, capsys):
     assert report["compiler"] is None and any("apt-get install g++" in one["fix"] for one in report["problems"])
 
 
+def test_doctor_without_torch_says_which_commands_work(monkeypatch, tmp_path, capsys):
+    missing = versions.Finding(name="torch", found=None, needed=">=2.6", ok=False, cure="pip install 'torch==2.13.0'")
+    monkeypatch.setattr(versions, "findings", lambda: (missing,))
+    assert cli.main(["doctor"]) == 1
+    assert "without torch: aggregate, verify and ls work" in capsys.readouterr().out
+
+
 def test_doctor_is_one_paste_for_a_report_and_masks_secrets(healthy, monkeypatch, capsys):
     monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "INFO")
     monkeypatch.setenv("ORT_ZERO_CACHE_DIR", "s3://key:hidden@host/x")
@@ -164,7 +171,7 @@ def test_doctor_says_before_what_deepspeed_would_stop_at(healthy, monkeypatch, c
     monkeypatch.setattr(deepspeed_programs, "missing_for_operators", lambda: lack)
     assert cli.main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert f"no {lack}, and DeepSpeed compiles an operator of its own as soon as two ranks start on CPU" in out
+    assert f"no {lack}, and DeepSpeed compiles an operator of its own as soon as a rank starts on CPU" in out
     assert "fix first: apt-get install g++ python3-dev" in out
 
 
@@ -251,7 +258,7 @@ def test_options_are_frozen():
                 walk(sub, f"{path} {name}".strip())
 
     walk(cli.make_parser(), "")
-    common = ["--debug", "--help", "--json", "-h"]
+    common = ["--debug", "--help", "--json", "--quiet", "-h", "-q"]
     aggregate = [
         "--adapter", "--base", "--from", "--merge-lora", "--part", "--rename", "--strip-prefix",
         "--dry-run", "--dtype", "--exclude-frozen", "--format", "--max-shard-size", "--model-card", "--no-verify",

@@ -37,6 +37,29 @@ def test_unknown_key_names_path_value_and_nearest_key(section, path, value, near
     assert path in message and value in message and near in message
 
 
+@pytest.mark.parametrize(
+    ("section", "answers"),
+    [
+        ({"place": "ort"}, ['"compile.place", that is "compile": {"place": "ort"}?']),
+        ({"plaec": "ort"}, ['"compile.place", that is "compile": {"place": "ort"}?']),
+        ({"compile": {"exclude": ["head"]}}, ['"exclude", that is "exclude": ["head"]?']),
+        ({"memory": {"enabled": True}}, ['"enabled", that is', '"statistics.enabled", that is "statistics": {"ena']),
+        ({"output_dir": "run"}, ['"statistics.output_dir", that is "statistics": {"output_dir": "run"}?']),
+    ],
+)
+def test_a_right_key_in_a_wrong_place_is_answered_with_its_path(section, answers):
+    with pytest.raises(ConfigError) as error:
+        config.parse(section)
+    assert all(answer in str(error.value) for answer in answers), str(error.value)
+
+
+@pytest.mark.seconds
+def test_wrap_gives_the_answer_of_the_section():
+    wrap = pytest.importorskip("ort_zero.plugin.wrap").wrap
+    with pytest.raises(ConfigError, match=r'did you mean "compile\.place", that is "compile": {"place": "ort"}'):
+        wrap(None, place="ort")
+
+
 def test_unknown_key_without_a_near_one_lists_the_valid_keys():
     with pytest.raises(ConfigError, match="valid keys: .*fuse_loss"):
         config.parse({"compile": {"zzzzzz": 1}})

@@ -113,6 +113,7 @@ def names_on_the_page() -> list[str]:
     return re.findall(r"^\| `(ort_zero\.[\w.]+)", (ROOT / "docs/api.md").read_text(), flags=re.M)
 
 
+@pytest.mark.seconds
 def test_every_public_name_can_be_imported():
     names = names_on_the_page()
     assert len(names) == len(set(names)) > 20

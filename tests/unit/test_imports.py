@@ -128,7 +128,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"plugin", "utils"},
     "hooks": {"statistics.collect", "statistics.compare", "utils"},
     "cli": {"__init__", "checkpoint.aggregation", "checkpoint.conversions", "checkpoint.files",
-            "checkpoint.inspection", "compat", "config", "distributed", "doctor", "doctor_ranks", "env",
+            "checkpoint.finding", "checkpoint.inspection", "compat", "config", "distributed", "doctor", "doctor_ranks", "env",
             "errors", "masking", "profiling", "statistics", "statistics.compare", "utils"},
     "__main__": {"cli"},
 }  # fmt: skip

@@ -253,8 +253,18 @@ def told(monkeypatch, stream, level="INFO", columns="80") -> str:
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("COLUMNS", columns)
     log.set_level(level)
+    monkeypatch.setattr(summary, "_printed", [])
     summary.announce(config.Config(), engine.module, Runtime())
     return stream.getvalue()
+
+
+def test_later_models_of_a_process_have_one_line(monkeypatch):
+    first = told(monkeypatch, Terminal(False))
+    again = Terminal(False)
+    monkeypatch.setattr(sys, "stderr", again)
+    summary.announce(config.Config(), None, Runtime())
+    (line,) = again.getvalue().splitlines()
+    assert len(first.splitlines()) > 10 and "GPT2LMHeadModel runs in ONNX Runtime: " in line and " units" in line
 
 
 def test_box_characters_are_for_terminals_only(monkeypatch):

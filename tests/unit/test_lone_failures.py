@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 ENDS_WHILE_IT_WATCHES = """
 import datetime, sys, time
 import torch.distributed as dist
@@ -34,6 +36,7 @@ print("ends")
 """
 
 
+@pytest.mark.seconds
 def test_a_rank_that_ends_while_its_failure_is_watched_ends_with_its_own_status(tmp_path):
     command = [sys.executable, "-c", ENDS_WHILE_IT_WATCHES, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

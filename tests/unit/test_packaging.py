@@ -19,6 +19,7 @@ from ort_zero.compat import versions
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/versions"))
 IMPORT_NAMES = {
+    "argcomplete",
     "filelock",
     "fsspec",
     "isal",

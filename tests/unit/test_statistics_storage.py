@@ -131,6 +131,7 @@ def test_reading_takes_no_more_memory_than_a_few_steps(tmp_path):
 # --- files that end early, or were changed -------------------------------------------------------------------------
 
 
+@pytest.mark.seconds
 def test_a_file_cut_at_any_byte_is_read_up_to_its_last_full_step(tmp_path):
     file = write(tmp_path)
     data = file.read_bytes()
@@ -150,6 +151,7 @@ def test_a_file_cut_at_any_byte_is_read_up_to_its_last_full_step(tmp_path):
             assert is_what_was_written(content(run))
 
 
+@pytest.mark.seconds
 def test_a_changed_byte_never_comes_out_as_a_number(tmp_path):
     file = write(tmp_path, steps=(0, 1))
     data = file.read_bytes()
@@ -413,6 +415,7 @@ def test_two_runs_that_start_together_never_mix(tmp_path, order, override, warni
     assert {run.info.run_id} == {"x", "y"} - lost and run.info.steps == (0,) and run.ranks == (0, 1)
 
 
+@pytest.mark.seconds
 def test_processes_that_race_for_a_folder_never_mix(tmp_path):
     code = (
         "import sys, time\nsys.path.insert(0, sys.argv[1])\nimport statistics_files as t\n"

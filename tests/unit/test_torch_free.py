@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from torch_free import needs_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.seconds
 def test_modules_without_torch_do_not_import_it():
     code = (
         "import sys, pytest\n"

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """
 [mypy]
@@ -61,6 +63,7 @@ class Mine(SubscriberBase):
 """
 
 
+@pytest.mark.seconds
 def test_a_wrong_call_in_a_users_project_fails_mypy(tmp_path):
     (tmp_path / "mypy.ini").write_text(CONFIG)
     user = tmp_path / "user.py"

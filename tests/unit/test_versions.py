@@ -195,6 +195,7 @@ except UnsupportedVersionError as error:
 """
 
 
+@pytest.mark.seconds
 def test_wrapping_a_model_without_onnx_and_onnxruntime_says_what_is_missing():
     done = subprocess.run([sys.executable, "-c", _WRAP_WITHOUT_ORT], capture_output=True, text=True)
     assert "onnxruntime is not installed" in done.stdout, done.stderr

@@ -159,7 +159,11 @@ def test_a_model_is_freed_before_and_after_its_first_step():
         gc.collect()
         assert [ref() for ref in alive] == [None, None, None]
         # what the process has compiled by torch.compile itself, if anything, has an entry for as long as it runs
-        assert [each for each in ort_zero.status()["models"] if each["module"] != "TorchCompile"] == []
+        models = [each for each in ort_zero.status()["models"] if each["module"] != "TorchCompile"]
+        assert [each["gone"] for each in models] == [True]
+        # the last line of a script reads what the model did
+        assert models[0]["module"] == "Stack" and len(models[0]["units"]) == len(models[0]["unit_classes"]) > 1
+        assert models[0]["graph_runs"] == ({"forward": 10, "backward": 10} if steps else {})
 
 
 def test_an_unknown_module_to_exclude_is_refused():

@@ -73,7 +73,70 @@ def test_each_change_is_named(model, caplog):
     assert evaluation["mode"] == "inference" and "torch's setting changed: grad_mode" in evaluation["reason"]
 
 
-def test_a_change_at_every_step_is_one_warning_and_the_limit_another(model, caplog, monkeypatch):
+def test_several_modules_of_one_class_are_no_recompilation(capfd, caplog):
+    torch._dynamo.reset()
+    widths = [8 * n for n in range(1, 11)]
+    layers = (nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
+    several = ort_zero.wrap(nn.Sequential(*layers), compile={"place": "ort"}, log_level="WARNING")
+    step(several, torch.randn(4, 8))
+    step(several, torch.randn(4, 8))
+    assert not transitions()
+    step(several, torch.randn(6, 8))
+    # of this batch size, and of no layer beside it
+    assert {each["reason"] for each in transitions()} == {"size 0 of input is 6, was 4"}
+    said = capfd.readouterr().err + caplog.text
+    assert "WARNING" not in said and "graphs" not in said, said
+
+
+def test_a_module_that_used_the_graph_of_another_one_is_compiled_again():
+    torch._dynamo.reset()
+    several = ort_zero.wrap(nn.Sequential(Block(), Block(), Block()), compile={"place": "ort"}, log_level="WARNING")
+    step(several, torch.randn(4, 8))
+    several[2].flag = False
+    step(several, torch.randn(4, 8))
+    assert any(each["reason"].startswith("self.flag is False, was True") for each in transitions())
+
+
+def test_the_limit_reached_by_modules_that_differ_says_so(capfd, caplog, monkeypatch):
+    monkeypatch.setattr(torch_compile, "RECOMPILE_LIMIT", 4)
+    torch._dynamo.reset()
+    layers = (nn.Linear(8 * n, 8 * n + 8) for n in range(1, 8))
+    name = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+    with torch._dynamo.config.patch({name: 4}):
+        several = ort_zero.wrap(nn.Sequential(*layers), compile={"place": "ort"}, log_level="WARNING")
+        step(several, torch.randn(4, 8))
+        step(several, torch.randn(4, 8))
+    messages = [*capfd.readouterr().err.splitlines(), *(record.getMessage() for record in caplog.records)]
+    (warning,) = {message.rpartition("WARNING ")[2] for message in messages if "Linear has 4 graphs" in message}
+    assert "no further one is made" in warning and warning.endswith("one for each of its modules that differ: 4")
+
+
+def sum_of(values: list) -> torch.Tensor:
+    return values[0] + values[1]
+
+
+class Divided(nn.Module):
+    """A unit whose forward Dynamo divides where Python code reads a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.names = nn.Linear(8, 8), [len]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return self.names[0]([y, torch.tensor(float(y.sum()) > 0)]) * y
+
+
+def test_names_of_dynamos_own_reach_no_user():
+    torch._dynamo.reset()
+    divided = ort_zero.wrap(nn.Sequential(Divided()), compile={"place": "ort"}, log_level="WARNING")
+    for function in (len, sum_of, lambda values: 3):
+        divided[0].names[0] = function
+        step(divided, torch.randn(4, 8))
+    assert transitions() and not [each for each in transitions() if "___" in each["reason"]], transitions()
+
+
+def test_the_limit_is_one_warning_of_what_changes(model, caplog, monkeypatch):
     monkeypatch.setattr(torch_compile, "RECOMPILE_LIMIT", 12)
     torch._dynamo.reset()
     config, x, eager = torch._dynamo.config, torch.randn(4, 8), Model()
@@ -87,10 +150,9 @@ def test_a_change_at_every_step_is_one_warning_and_the_limit_another(model, capl
             torch.testing.assert_close(limited(x), eager(x))
             step(limited, x)
     warnings = [record.getMessage() for record in caplog.records if "graphs" in record.getMessage()]
-    assert len(warnings) == 2, warnings
-    assert "Block has 8 graphs" in warnings[0] and "self.settings['step'] is '7', was '6'" in warnings[0]
-    assert "a buffer" in warnings[0]
-    assert "no further one is made, and PyTorch runs the calls that none fits" in warnings[1]
+    (warning,) = warnings
+    assert "Block has 12 graphs, and no further one is made: PyTorch runs the calls that none fits" in warning
+    assert "self.settings['step'] is '12', was '11'" in warning and "a buffer" in warning
     compiled = ort_zero.status()["models"][-1]["compiled"]
     assert compiled["units_at_limit"] == ["Block"] and compiled["dynamo_graphs"] == 12
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from ort_zero.compile.conversion import registry
 from ort_zero.compile.dynamo_backend import Compiler
 from ort_zero.compile.settings import Settings
 from ort_zero.errors import ConfigError
+from ort_zero.plugin import compile_progress
 
 SCRIPT = """
 import torch
@@ -65,6 +67,15 @@ def test_explain_names_breaks_operators_and_shares(tmp_path: Path):
     assert broken["where"].endswith("script.py:13")
 
 
+def test_explain_ends_in_what_a_user_can_set(tmp_path: Path):
+    done = command(tmp_path, "explain", "script.py")
+    assert done.returncode == 0, done.stderr
+    *lines, place, exclude = done.stdout.splitlines()
+    assert '"compile": {"place": "ort"}' in place and '"exclude": ["PATTERN"]' in exclude
+    assert any("script.py:13, Python runs between two graphs" in line for line in lines)
+    assert not any(word in done.stdout for word in ("ort_zero/", "a conversion would", "Explanation", "Hint"))
+
+
 def test_explain_says_what_hinders_it(tmp_path: Path):
     done = command(tmp_path, "explain", "missing.py")
     assert done.returncode == 2 and done.stderr.startswith("ort-zero explain: the script missing.py does not exist")
@@ -99,6 +110,27 @@ def test_a_wrong_segment_leaves_a_reproducer_that_shows_it(tmp_path: Path, monke
     )
     assert done.returncode == 0, done.stderr
     assert "onnxruntime and PyTorch differ by" in done.stdout and "e-04, largest element" in done.stdout
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_long_first_step_shows_on_a_terminal_which_unit_is_compiled(monkeypatch: pytest.MonkeyPatch):
+    torch._dynamo.reset()
+    model = ort_zero.wrap(torch.nn.Sequential(*(torch.nn.Linear(n, n + 1) for n in (4, 5, 6))), log_level="WARNING")
+    silent, shown = Terminal(), Terminal()
+    monkeypatch.setattr(sys, "stderr", silent)
+    monkeypatch.setattr(compile_progress, "_SILENT_SECONDS", 1000.0)
+    model(torch.randn(2, 4)).sum().backward()
+    assert silent.getvalue() == ""
+    torch._dynamo.reset()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(compile_progress, "_SILENT_SECONDS", 0.0)
+    model(torch.randn(2, 4)).sum().backward()
+    assert all(f"compiling Linear, unit: {number}/3" in shown.getvalue() for number in (1, 2, 3))
+    assert shown.getvalue().endswith("\r")  # the bar has gone away
 
 
 def test_models_of_segments_are_saved(tmp_path: Path):

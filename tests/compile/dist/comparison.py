@@ -121,7 +121,7 @@ class Run:
             "parameters": full_parameters(self.model),
             "seen": self.seen,
             "notes": self.notes,
-            "models": ort_zero.status()["models"],
+            "models": [each for each in ort_zero.status()["models"] if not each["gone"]],
         }
 
     def end(self) -> None:

@@ -31,7 +31,10 @@ WORDS = {
         "self.scale is 2.0, was another object (m.py:8)",
     f"0/0: ___check_obj_id(L['self'].scale, {id(True)})": "self.scale is 2.0, was True",
     # an expression of Dynamo's own names, and a text that nobody has seen yet
-    "0/0: ___key_to_id(d) == [1]  # x  # m.py:1 in f": "___key_to_id(d) is no longer [1] (m.py:1)",
+    "0/0: ___key_to_id(d) == [1]  # x  # m.py:1 in f":
+        "a value has changed for which the user's code has no name (m.py:1)",
+    "0/2: tensor '___stack0' size mismatch at index 0. expected 4, actual 6":
+        "a value has changed for which the user's code has no name",
     "0/0: something else\nwith details": "something else",
 }  # fmt: skip
 
