@@ -128,8 +128,8 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"plugin", "utils"},
     "hooks": {"statistics.collect", "statistics.compare", "utils"},
     "cli": {"__init__", "checkpoint.aggregation", "checkpoint.conversions", "checkpoint.files",
-            "checkpoint.finding", "checkpoint.inspection", "compat", "config", "distributed", "doctor", "doctor_ranks", "env",
-            "errors", "masking", "profiling", "statistics", "statistics.compare", "utils"},
+            "checkpoint.finding", "checkpoint.inspection", "compat", "config", "distributed", "doctor", "doctor_ranks",
+            "env", "errors", "masking", "profiling", "statistics", "statistics.compare", "utils"},
     "__main__": {"cli"},
 }  # fmt: skip
 """What each package may import, at module level or later. No way leads back, and every entry is in use."""
