@@ -61,7 +61,7 @@ def test_nothing_that_commands_print_or_write_holds_a_secret(there, tmp_path, ca
     commands = [
         (["ls", there], 0),
         (["verify", there], 0),
-        (["aggregate", there, out, "--model-card"], 0),
+        (["aggregate", there, out], 0),
         (["aggregate", there, remote], 0),
         (["diff", there, out], 0),
         (["diff", there, remote], 0),

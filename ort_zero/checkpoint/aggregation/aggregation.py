@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ort_zero.checkpoint.aggregation import model_card as model_card_stub
 from ort_zero.checkpoint.aggregation.aggregation_plan import Plan, make_plan
 from ort_zero.checkpoint.aggregation.destination import existing_names, make_folder, removable_names
 from ort_zero.checkpoint.aggregation.publishing import Publication
@@ -81,7 +80,6 @@ def aggregate(
     overwrite: bool = False,
     strict: bool = False,
     trust_pickle: bool = False,
-    model_card: bool = False,
     tp_split: Sequence[str] = (),
     strip_prefix: Sequence[str] = (),
     rename: Sequence[str] = (),
@@ -116,7 +114,6 @@ def aggregate(
             other files stay. A file of another program under the name of an output file is an error.
         strict: refuse weights with NaN or inf, or with values too large for `dtype`, instead of a warning.
         trust_pickle: unpickle every object in DeepSpeed's files, which can run code from the files.
-        model_card: write the stub of a model card, ``README.md``, as well.
         tp_split: how tensor-parallel ranks share tensors, if the checkpoint does not record it: rules such as
             "*.o_proj.weight=1", or names of JSON files of rules.
         strip_prefix: prefixes to remove from the names of tensors, one after the other.
@@ -163,7 +160,7 @@ def aggregate(
                 stem=selected.stem,
                 places=selected.places,
             )
-            job = _prepare(selected, plan, configs, target, overwrite, model_card)
+            job = _prepare(selected, plan, configs, target, overwrite)
             if not dry_run:
                 for name in (*(file.name for file in plan.files), *job.publication.extras):
                     make_folder(target.child(name.rpartition("/")[0]) if "/" in name else target)
@@ -257,7 +254,6 @@ def _prepare(
     configs: Mapping[str, ConfigFile],
     target: Folder,
     overwrite: bool,
-    with_card: bool,
 ) -> Job:
     """Check the destination; return the job for all ranks.
 
@@ -268,8 +264,6 @@ def _prepare(
     written = {file.name for file in plan.files} | plan.texts.keys()
     existing = existing_names(target, source.root, (*written, *configs), overwrite)
     small_files, copied = _config_files(selected, plan, configs)
-    if with_card:
-        small_files[model_card_stub.NAME] = model_card_stub.model_card(source, plan, small_files)
     removable = removable_names(target, existing, written, small_files)
     return Job(
         publication=Publication(

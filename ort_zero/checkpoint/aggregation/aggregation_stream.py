@@ -121,7 +121,7 @@ class Streamer:
         reader = _Reader(self._source, self._files, self._verify, self._window)
         for part in ranges:
             sink, name = self._place_of(part.file)
-            with sink.writing_from(name, self._token, part.begin, part.end - part.begin) as out:
+            with sink.writing_from(name, self._token, part.begin) as out:
                 self._copy(part, reader, out)
         self.findings.parts.extend(reader.parts())
 

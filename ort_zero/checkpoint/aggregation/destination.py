@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from ort_zero.checkpoint.aggregation import model_card as model_card_stub
 from ort_zero.checkpoint.files.allowed_names import is_module_config_name
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.model_files import output_record
@@ -101,7 +100,7 @@ def is_left_over(name: str) -> bool:
     name = match["name"]
     return (
         is_module_config_name(name)
-        or name in (output_record.NAME, model_card_stub.NAME)
+        or name == output_record.NAME
         or name.endswith(".py")
         or bool(_OUTPUT_NAME.fullmatch(name))
     )

@@ -148,7 +148,7 @@ class Folder:
             name: final name.
             token: part of the partial name, different for each writer of `name`.
             durable: flush the bytes to the disk at the end; object stores always do.
-            size: number of bytes to be written, 0 if unknown: disk space may be reserved at once.
+            size: number of bytes to be written, 0 if unknown: a store needs larger parts for a larger object.
         """
         raise NotImplementedError
 
@@ -156,11 +156,10 @@ class Folder:
     """True if several threads and ranks may write one file at the same time, see :meth:`writing_from`."""
 
     @contextmanager
-    def writing_from(self, name: str, token: str, offset: int, size: int = 0) -> Iterator[IO[bytes]]:
+    def writing_from(self, name: str, token: str, offset: int) -> Iterator[IO[bytes]]:
         """Yield a stream into the partial file of :meth:`writing`, from byte `offset` on; other bytes stay.
 
         Several threads and ranks may call it at a time. The file stays after an exception: the caller discards it.
-        `size` is the number of bytes to be written from `offset` on, 0 if unknown.
         """
         raise NotImplementedError
 
