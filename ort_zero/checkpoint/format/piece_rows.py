@@ -38,22 +38,21 @@ def rows_of(pieces: Sequence[Piece], index: Mapping[str, int]) -> list[list[Any]
     return rows
 
 
-def pieces_of(rows: Sequence[list[Any]], names: Sequence[str], dtype: str, *, runs: bool) -> Sequence[Piece]:
+def pieces_of(rows: Sequence[list[Any]], names: Sequence[str], dtype: str) -> Sequence[Piece]:
     """Return the pieces of one tensor from its rows, in the order of their first elements.
 
     Args:
         rows: rows of the tensor.
         names: names of the files that the manifest lists.
         dtype: dtype of the tensor, as its code in safetensors.
-        runs: True if this version of the manifest has rows for several pieces.
 
     Raises:
-        TypeError: a row does not have the form of this version of the manifest.
+        TypeError: a row has another form.
         IndexError: a row names a file that is not listed.
     """
     if all(len(row) == _PLAIN for row in rows):
         return tuple(sorted((_piece(names, *row) for row in rows), key=lambda piece: piece.start))
-    if not runs or any(len(row) not in (_PLAIN, _RUN) for row in rows):
+    if any(len(row) not in (_PLAIN, _RUN) for row in rows):
         raise TypeError(f"a row has {max(map(len, rows))} values, which this version of the format does not know")
     return PieceRuns(names, sorted((_run(names, *row) for row in rows), key=lambda run: run.start), dtype)
 
