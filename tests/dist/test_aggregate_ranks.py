@@ -17,7 +17,7 @@ from checkpoint_files import MASTER, SAVED_ELSEWHERE, some_tensors, write
 from rank_processes.ranks import free_port, run_on_ranks
 from safetensors.torch import load_file
 
-from ort_zero.checkpoint.aggregation import aggregation_stream
+from ort_zero.checkpoint.aggregation import streaming
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
 from ort_zero.checkpoint.model_files import output_record
 from ort_zero.distributed.launched_ranks import from_launcher
@@ -33,7 +33,7 @@ def together(src: str, dst: str, fails: int | None = None, **options: Any) -> di
         def full(self: Any, *args: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        aggregation_stream._Writer.put = full
+        streaming.Streamer._put = full
     started = time.monotonic()
     ranks = from_launcher(src)
     try:

@@ -20,8 +20,7 @@ from ort_zero.checkpoint.format.piece_rows import pieces_of
 from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.piece_runs import PieceRuns, PiecesByFile, check_cover
-from ort_zero.checkpoint.reads.checked_reads import CheckedReader
-from ort_zero.checkpoint.reads.reading import ReadRequest, overlaps
+from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest, overlaps
 from ort_zero.checkpoint.records import Source, Tensor
 from ort_zero.checkpoint.saves.capture import Model, Shard
 from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, manifest_of, write_rank_files
@@ -173,7 +172,7 @@ def test_any_range_is_read_from_the_pieces_that_hold_it(tag):
         for low, high in pairwise(cuts):
             target = torch.zeros(high - low)
             request = ReadRequest(tensor=tensor, start=low, length=high - low, target=target)
-            assert sum(count for _, _, count in overlaps(request)) == high - low
+            assert sum(count for _, _, count in overlaps(tensor, low, high - low)) == high - low
             reader.read([request])
             assert torch.equal(target, whole[low:high]), (tensor.name, low, high)
 

@@ -144,7 +144,8 @@ def aggregate(
             choices = Choices(
                 what=what, strip_prefix=strip_prefix, rename=rename, merge_lora=merge_lora, adapter=adapter
             )
-            selected = _select(source, choices, configs, target)
+            texts = {name: text.encode() for name, text in source.config.items()}
+            selected = select(source, choices, {**{name: file.content for name, file in configs.items()}, **texts})
             is_adapter = what == ADAPTER
             if base is not None:
                 selected = replace(selected, source=_filled(selected.source, os.fspath(base)))
@@ -186,21 +187,6 @@ def aggregate(
         dry_run=dry_run,
         warnings=warnings,
     )
-
-
-def _select(source: Source, choices: Choices, configs: Mapping[str, ConfigFile], target: Folder) -> Selected:
-    """Return the tensors of the checkpoint to write, with their names in the output.
-
-    Raises:
-        CheckpointError: see :func:`select`, or LoRA would be merged into a remote file, which cannot be changed.
-    """
-    texts = {name: text.encode() for name, text in source.config.items()}
-    selected = select(source, choices, {**{name: file.content for name, file in configs.items()}, **texts})
-    if selected.merges and not isinstance(target, LocalFolder):
-        raise CheckpointError(
-            f"LoRA is merged in local files only: write to a local folder, then copy to {target.path()}"
-        )
-    return selected
 
 
 def _filled(source: Source, base: str) -> Source:

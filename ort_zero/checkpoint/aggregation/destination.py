@@ -21,7 +21,7 @@ _OUTPUT_NAME = re.compile(
     r"|(pytorch_model|adapter_model|diffusion_pytorch_model)(-\d{5}-of-\d{5}(\.[0-9a-f]{8})?)?\.bin"
     r"|(diffusion_)?pytorch_model\.bin\.index\.json"
 )
-_PARTIAL_NAME = re.compile(rf"\.(?P<name>.+?)(\.data)?\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
+_PARTIAL_NAME = re.compile(rf"\.(?P<name>.+?)\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
 
 
 def existing_names(target: Folder, root: str, written: Iterable[str], overwrite: bool) -> list[str]:

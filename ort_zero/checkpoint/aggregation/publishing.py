@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ort_zero.checkpoint.aggregation.aggregation_plan import OutputFile, Plan
-from ort_zero.checkpoint.aggregation.destination import is_left_over
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.model_files import output_record
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
@@ -93,18 +92,9 @@ def publish(job: Publication, rank_files: tuple[OutputFile, ...], target: Folder
             old = (job.removable | set(interim.values())) - written - {output_record.NAME}
             for name in sorted(old, key=lambda name: not _is_index(name)):
                 target.remove(name)
-            _end_left_over_uploads(target, written)
             sizes = {name: target.size(name) or 0 for name in written}
             output_record.write(target, sizes, job.token)
     return ranks.broadcast(sizes)
-
-
-def _end_left_over_uploads(target: Folder, written: Collection[str]) -> None:
-    """End the unfinished uploads of a killed run, also uploads to the names in `written`."""
-    for inner in dict.fromkeys(name.rpartition("/")[0] for name in written):
-        targets = {name.removeprefix(f"{inner}/") for name in written}
-        folder = target.child(inner) if inner else target
-        folder.end_left_over_uploads(lambda name, targets=targets: is_left_over(name) or name in targets)  # type: ignore[misc]
 
 
 def _is_index(name: str) -> bool:

@@ -8,14 +8,12 @@ from typing import Any
 
 from ort_zero import env
 from ort_zero.checkpoint.aggregation.aggregation_plan import OutputFile, Plan, split
-from ort_zero.checkpoint.aggregation.aggregation_ranges import shares
-from ort_zero.checkpoint.aggregation.aggregation_stream import Findings, Streamer
-from ort_zero.checkpoint.aggregation.output_files import OutputFiles
 from ort_zero.checkpoint.aggregation.publishing import Publication, publish
-from ort_zero.checkpoint.files.storage import Folder, LocalFolder
+from ort_zero.checkpoint.aggregation.streaming import Findings, Streamer
+from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.model_files.adapters import Merge
 from ort_zero.checkpoint.piece_runs import first_and_count
-from ort_zero.checkpoint.reads.record_checks import Part, check_record
+from ort_zero.checkpoint.reads.record_checks import check_records_of
 from ort_zero.checkpoint.records import MAX_NAMED, File
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError
@@ -24,8 +22,6 @@ from ort_zero.utils.text import shortened
 
 _MIN_BYTES_PER_THREAD = 16 << 20
 """Minimum number of bytes per thread: below it, another thread costs more time than it saves."""
-_SHARES_PER_SLACK = 16
-"""Ratio of a thread's share in bytes to the bytes by which a cut beside it may move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,36 +79,26 @@ def write(
         RankError: another rank failed.
     """
     rank_files = split(job.plan, ranks.rank, ranks.size)
-    cut = [file for file in job.plan.files if target.takes_ranges and file.format == "safetensors"]
-    whole = [file for file in rank_files if file not in cut]
-    threads = _thread_count(workers, sum(file.size for file in job.plan.files), ranks.size)
-    slack = sum(file.size for file in cut)
-    if isinstance(folder, LocalFolder):  # equal shares matter more than second reads, which come from the page cache
-        slack //= threads * ranks.size * _SHARES_PER_SLACK
-    ranges = shares(cut, threads * ranks.size, slack)[threads * ranks.rank :][:threads]
-    total = _source_bytes(job.plan.files) // ranks.size
-    outputs = OutputFiles(target, job.token)
+    threads = _thread_count(workers, sum(file.size for file in rank_files))
+    total = _source_bytes(rank_files)
     try:
         with (
             ranks.raise_on_all("writing"),
             bar(total, "aggregate", shown=shown and not ranks.rank) as progress,
         ):
-            streamer = Streamer(folder, job.files, outputs.place_of, job.token, verify=verify, advance=progress.update)
-            findings = streamer.findings
-
-            def finish(file: OutputFile) -> None:
-                _merge_lora(job, folder, file, outputs, findings, verify)
-                outputs.finish(file)
-
-            streamer.write(ranges, whole, threads, finish)
-        if job.merges:
-            with ranks.raise_on_all("merging LoRA"):
-                for file in rank_files:
-                    if file in cut:
-                        _merge_lora(job, folder, file, outputs, findings, verify)
+            streamer = Streamer(
+                folder,
+                job.files,
+                target,
+                job.token,
+                merges=job.merges,
+                verify=verify,
+                advance=progress.update,
+            )
+            streamer.write(rank_files, threads)
         if verify:
-            _check_records(job, folder, ranks, findings.parts)
-        warnings = _warnings(ranks, findings)
+            check_records_of(folder, job.files, streamer.findings.parts, ranks)
+        warnings = _warnings(ranks, streamer.findings)
         if strict and warnings:
             raise CheckpointError(f"{job.root}: {'; '.join(warnings)}; refused by --strict")
         return warnings, publish(job.publication, rank_files, target, ranks)
@@ -120,31 +106,6 @@ def write(
         for file in job.plan.files:
             target.discard(file.name, job.token)
         raise
-    finally:
-        outputs.close()
-
-
-def _merge_lora(
-    job: Job, folder: Folder, file: OutputFile, outputs: OutputFiles, findings: Findings, verify: bool
-) -> None:
-    """Add LoRA to the base weights in a written file, if the job merges LoRA."""
-    if job.merges:
-        from ort_zero.checkpoint.aggregation.lora_merge import merge_into
-
-        place = outputs.place_of(file)
-        findings.not_finite.update(merge_into(file, job.merges, folder, job.files, place, job.token, verify))
-
-
-def _check_records(job: Job, folder: Folder, ranks: RankGroup, parts: list[Part]) -> None:
-    """Compare the CRC-32 of every record of which any rank read a part; each rank checks a share of the records."""
-    read: dict[tuple[str, int], list[Part]] = {}
-    for part in (part for rank_parts in ranks.gather(parts) for part in rank_parts):
-        read.setdefault((part.file, part.record), []).append(part)
-    with ranks.raise_on_all("checking"):
-        for number, (name, start) in enumerate(sorted(read)):
-            if number % ranks.size == ranks.rank:
-                record = next(r for r in job.files[name].records if r[0] == start)
-                check_record(folder, job.files[name], record, read[name, start])
 
 
 def _warnings(ranks: RankGroup, findings: Findings) -> tuple[str, ...]:
@@ -160,12 +121,12 @@ def _source_bytes(files: tuple[OutputFile, ...]) -> int:
     return sum(count * piece.length for piece, count in pieces)
 
 
-def _thread_count(requested: int | None, size: int, ranks: int) -> int:
-    """Return the number of threads per rank, if `ranks` ranks write `size` bytes together.
+def _thread_count(requested: int | None, size: int) -> int:
+    """Return the number of threads of a rank that writes `size` bytes.
 
     Raises:
         CheckpointError: `requested` is below 1.
     """
     if requested is not None and requested < 1:
         raise CheckpointError(f"workers is {requested}, must be at least 1")
-    return requested or max(1, min(env.threads_per_rank(), size // (ranks * _MIN_BYTES_PER_THREAD)))
+    return requested or max(1, min(env.threads_per_rank(), size // _MIN_BYTES_PER_THREAD))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO
 
@@ -30,6 +30,8 @@ class Folder:
     block = 1 << 20
     """Best size in bytes of a sequential read: locally, small enough that the checksum is computed in the processor's
     cache; for a store, as much as its connections transfer together."""
+    parallel_reads = 1
+    """Number of files that are best read at a time."""
 
     def __init__(self, url: str):
         self.url = url.rstrip("/") or "/"
@@ -193,14 +195,6 @@ class Folder:
         """Remove a file, and ignore an OSError: the file does no harm if it stays."""
         with suppress(OSError):
             self.remove(name)
-
-    def end_left_over_uploads(self, left_over: Callable[[str], bool], below: bool = False) -> None:
-        """End the unfinished uploads of killed processes: a store keeps their parts without listing an object.
-
-        Args:
-            left_over: returns True for the object name of an upload to end.
-            below: end uploads into inner folders too; `left_over` then gets the last part of the object name.
-        """
 
     def write(self, name: str, data: bytes, token: str, durable: bool = False) -> None:
         """Write a whole small file and publish it.

@@ -21,7 +21,8 @@ from ort_zero.checkpoint.loads.load_checks import (
 )
 from ort_zero.checkpoint.loads.optimizer_fit import refuse_other_optimizer, refuse_other_scheduler
 from ort_zero.checkpoint.opening import format_in, no_checkpoint, open_checkpoint
-from ort_zero.checkpoint.reads.checked_reads import CheckedReader, check_records_of
+from ort_zero.checkpoint.reads.checked_reads import CheckedReader
+from ort_zero.checkpoint.reads.record_checks import check_records_of
 from ort_zero.checkpoint.reads.training_state import Restoration, TrainingState, check_counters, read_training_state
 from ort_zero.checkpoint.records import Source
 from ort_zero.checkpoint.saves import saving
