@@ -86,10 +86,6 @@ class Experts:
                     f"{self.files.folder.path()}: the weights of {name} are in no file of an expert"
                 )
 
-    def stored_weights(self) -> dict[str, tuple[TorchFile, StoredTensor]]:
-        """Return the experts' weights by name, each with its file."""
-        return {n: (file, v) for file in self.weights for n, v in file.content.items() if isinstance(v, StoredTensor)}
-
     def _whole_name(self, name: str, expert_rank: int, expert_ranks: int) -> str:
         """Return the whole model's name of a parameter of an expert-parallel rank."""
         match = _EXPERT.fullmatch(name)

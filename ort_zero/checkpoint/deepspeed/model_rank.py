@@ -9,7 +9,6 @@ from typing import Any
 from ort_zero.checkpoint.deepspeed.experts import Experts, is_expert
 from ort_zero.checkpoint.deepspeed.flat_layout import flat_tensors
 from ort_zero.checkpoint.deepspeed.inner_optimizer import read_optimizer
-from ort_zero.checkpoint.deepspeed.mixtures import weights_differ, weights_of_module
 from ort_zero.checkpoint.deepspeed.module_state import ModuleState
 from ort_zero.checkpoint.deepspeed.partitioning import Partitioning
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles
@@ -95,10 +94,8 @@ def read_model_rank(
         partitioning.check(layout)
         tensors += flat_tensors(files, layout, MASTER, [partitioning.masters(file) for file in files.optimizers])
         optimizer, moments = read_optimizer(files, partitioning, layout)
-        if files.stage < 3:
-            stored_weights = weights_of_module(files) | (experts.stored_weights() if experts is not None else {})
-            if weights_differ(files, tensors, stored_weights, optimizer if is_whole else None):
-                tensors += module.weights_unlike_masters(tensors)
+        if files.stage < 3 and is_whole:
+            tensors += module.weights_unlike_masters(tensors, optimizer)
         tensors += moments
     else:
         module = ModuleState(files, list(trained or ()))

@@ -14,7 +14,6 @@ from typing import Any
 from ort_zero.checkpoint.deepspeed.compare_values import same_values
 from ort_zero.checkpoint.deepspeed.file_names import LAYER_FILE
 from ort_zero.checkpoint.deepspeed.flat_layout import elements_of
-from ort_zero.checkpoint.deepspeed.mixtures import weights_differ
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, untrained
 from ort_zero.checkpoint.deepspeed.optimizer_groups import joined_optimizers
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part, zero_state
@@ -87,14 +86,6 @@ def join_stages(stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> Mod
     tensors = _trained(stages, notes)
     _check_layers(first.folder, stages, tensors, opened)
     _check_optimizers(first.folder, stages, opened)
-    weights = {
-        f"{number}.{inner_name}": (file, stored)
-        for number, file in opened.items()
-        for inner_name, stored in file.content.items()
-        if isinstance(stored, StoredTensor)
-    }
-    for stage in stages:
-        weights_differ(stage.states, [t for t in stage.tensors if t.kind == MASTER], weights)
     tensors += _untrained_tensors(first.states, stages, tensors, opened, notes)
     gaps = _gaps(opened)
     if gaps:

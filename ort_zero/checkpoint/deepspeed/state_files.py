@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ort_zero.checkpoint.deepspeed.content_types import wrong_in_module_file
 from ort_zero.checkpoint.deepspeed.file_names import (
     MODULE_FILE,
     OPTIMIZER_FILE,
@@ -231,10 +230,6 @@ def open_states(
             f"{folder.path(name)} holds a whole module, so the files of a pipeline (layer_*) here are of another "
             "checkpoint"
         )
-    if key == "module":
-        wrong = wrong_in_module_file(file.content)
-        if wrong:
-            raise CorruptCheckpointError(f"{folder.path(name)} is not a file of DeepSpeed's module states: {wrong}")
     for where in ("ds_autoep_layers", "autoep_layers"):
         if file.content.get(where):
             raise CheckpointError(

@@ -11,7 +11,7 @@ from ort_zero.checkpoint.deepspeed.flat_layout import ElementRange, FlatLayout, 
 from ort_zero.checkpoint.deepspeed.partitioning import Partitioning, Shapes
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, zero_state
 from ort_zero.checkpoint.torch_file import TorchFile
-from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.errors import CheckpointError
 
 
 class Zero12(Partitioning):
@@ -30,11 +30,6 @@ class Zero12(Partitioning):
         self._experts = experts
         self.orders_groups = experts is None
         self._group_names = [self._names_of_groups(file) for file in files.optimizers] if experts else []
-
-    def check(self, layout: FlatLayout) -> None:
-        """Raise CorruptCheckpointError if a file lists other slices, or holds other parts, than the layout requires."""
-        self._check_slices(layout)
-        super().check(layout)
 
     def _fill(self, layout: FlatLayout, groups: Shapes) -> None:
         first = self.files.optimizers[0]
@@ -97,43 +92,3 @@ class Zero12(Partitioning):
         end = max((r.end for ranges in layout.ranges.values() for r in ranges if r.vector == vector), default=0)
         part = layout.lengths[vector][0]
         return [min(max(end - index * part, 0), part) for index in range(len(layout.parts[vector]))]
-
-    def _check_slices(self, layout: FlatLayout) -> None:
-        """Raise CorruptCheckpointError if a file lists other slices of parameters than its rank must hold."""
-        files = self.files
-        mappings = [zero_state(file).get("param_slice_mappings") for file in files.optimizers]
-        if not all(isinstance(mapping, list) for mapping in mappings):
-            return
-        expected = [self._slices_of(layout, rank) for rank in range(files.world_size)]
-        listed = [[{n: (a.start, a.numel) for n, a in group.items()} for group in row or ()] for row in mappings]
-        wrong = [rank for rank in range(files.world_size) if listed[rank] != expected[rank]]
-        if not wrong or self._is_round_robin():
-            return
-        file = files.optimizers[wrong[0]]
-        if listed[wrong[0]] in expected:
-            raise CorruptCheckpointError(
-                f"{files.path(file)} is rank {expected.index(listed[wrong[0]])}'s file: it holds that rank's slices"
-            )
-        raise files.foreign(file, f"it holds other slices of the parameters than rank {wrong[0]} must hold")
-
-    def _is_round_robin(self) -> bool:
-        # with this option DeepSpeed orders the parameters otherwise than the slices that it notes
-        config = self.files.optimizers[0].content.get("ds_config")
-        zero = config.get("zero_optimization") if isinstance(config, dict) else None
-        return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
-
-    def _slices_of(self, layout: FlatLayout, rank: int) -> list[dict[str, tuple[int, int]]]:
-        """Return (first element, number of elements) of each parameter's slice in a rank's part, for each group."""
-        count = 1 + max((number for row in layout.parts for _, number in row), default=-1)
-        groups: list[dict[str, tuple[int, int]]] = [{} for _ in range(count)]
-        places = [{holder: (index, n) for index, (holder, n) in enumerate(row)} for row in layout.parts]
-        for name, ranges in layout.ranges.items():
-            for r in ranges:
-                if rank not in places[r.vector]:
-                    continue
-                index, number = places[r.vector][rank]
-                part = layout.lengths[r.vector][index]
-                begin, end = max(r.begin, index * part), min(r.end, (index + 1) * part)
-                if begin < end:
-                    groups[number][layout.saved_names[name]] = (begin - index * part, end - begin)
-        return groups

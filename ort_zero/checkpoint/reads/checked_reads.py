@@ -71,8 +71,8 @@ class CheckedReader:
         self._folder = folder
         self._verify = verify
         self._records = RecordChecks(files.values() if verify else ())
-        self._checked: set[tuple[str, int]] = set()
-        """(file, offset) of the pieces that were compared: later reads take only the wanted bytes of them."""
+        self._checked: set[Piece] = set()
+        """The pieces that were compared: later reads take only the wanted bytes of them."""
         self._buffer = memoryview(bytearray(folder.block))
 
     @property
@@ -125,7 +125,7 @@ class CheckedReader:
             self._compare(tensor, piece, digest.hexdigest())
 
     def _checks(self, piece: Piece) -> bool:
-        return self._verify and piece.check is not None and (piece.file, piece.offset) not in self._checked
+        return self._verify and piece.check is not None and piece not in self._checked
 
     def _extent(self, item: WantedBytes) -> tuple[int, int]:
         """Return the first byte in the file that has to be read, and the byte behind the last."""
@@ -212,7 +212,7 @@ class CheckedReader:
                 f"{self._folder.path(piece.file)} is damaged: the bytes of {tensor.kind} of {tensor.name} do not match "
                 "their checksum (ort-zero verify lists everything that is wrong)"
             )
-        self._checked.add((piece.file, piece.offset))
+        self._checked.add(piece)
 
 
 def overlaps(tensor: Tensor, start: int, length: int) -> Iterator[tuple[Piece, int, int]]:
