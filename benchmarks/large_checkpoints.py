@@ -153,7 +153,7 @@ def save(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 def open_it(folder: Path) -> Any:
     """Return the checkpoint as its readers have it."""
-    from ort_zero.checkpoint.opening import open_checkpoint
+    from ort_zero.checkpoint.finding import open_checkpoint
 
     return open_checkpoint(str(folder))
 

@@ -20,8 +20,8 @@ import torch
 from ort_zero.checkpoint.aggregation.aggregation import AggregateReport, aggregate
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import Folder, open_folder
+from ort_zero.checkpoint.finding import open_checkpoint
 from ort_zero.checkpoint.format import manifest
-from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
 from ort_zero.checkpoint.reads.training_state import read_training_state
 from ort_zero.checkpoint.records import BUFFER, Source, Tensor

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
 from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.deepspeed.tensor_parallel import SplitUnknownError
+from ort_zero.checkpoint.finding import open_checkpoint
 from ort_zero.checkpoint.inspection.differences import diff
 from ort_zero.checkpoint.inspection.listing import list_checkpoints
 from ort_zero.checkpoint.inspection.verification import verify
-from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.records import MASTER, Source
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 

@@ -197,7 +197,7 @@ def test_records_are_checked_without_reading_a_byte_twice(tmp_path, damage):
 def test_a_flipped_bit_names_file_and_parameter(shards, tmp_path, rank):
     path = shards / "global_step7" / f"rank_{rank:05d}_master.safetensors"
     flip(path, path.stat().st_size - 1)
-    with pytest.raises(CorruptCheckpointError, match=f"rank_{rank:05d}_master.safetensors is damaged: the bytes of .* of "):
+    with pytest.raises(CorruptCheckpointError, match=f"{path.name} is damaged: the bytes of .* of "):
         aggregate(shards, tmp_path / "out")
     assert names(tmp_path / "out") == []
     assert main(["aggregate", str(shards), str(tmp_path / "out")]) == 1

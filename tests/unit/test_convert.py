@@ -19,9 +19,9 @@ from ort_zero.checkpoint.conversions import converting
 from ort_zero.checkpoint.conversions.conversion import Conversion
 from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.files.storage import LocalFolder
+from ort_zero.checkpoint.finding import open_checkpoint
 from ort_zero.checkpoint.format.flat_groups import zero3_groups, zero12_groups
 from ort_zero.checkpoint.inspection.verification import verify
-from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.records import MASTER, Source
 from ort_zero.cli.main import main
 from ort_zero.errors import CheckpointError, CorruptCheckpointError

@@ -20,8 +20,8 @@ from deepspeed_states import GROUPS, MASTERS, deepspeed_names, module_values, wr
 
 from ort_zero.checkpoint import torch_file
 from ort_zero.checkpoint.files.storage import open_folder
+from ort_zero.checkpoint.finding import open_checkpoint
 from ort_zero.checkpoint.inspection.verification import verify
-from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.records import MASTER
 from ort_zero.checkpoint.restored_values import restored
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
@@ -89,7 +89,7 @@ def test_nothing_but_plain_values_is_read_and_deepspeed_is_not_needed(tmp_path):
     write(tmp_path / "c", 2, 2)
     code = (
         "import sys; sys.modules['deepspeed'] = None\n"
-        "from ort_zero.checkpoint.opening import open_checkpoint\n"
+        "from ort_zero.checkpoint.finding import open_checkpoint\n"
         "print(len(open_checkpoint(sys.argv[1]).tensors))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], capture_output=True, text=True)

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
 from ort_zero.checkpoint.files.storage import open_folder
+from ort_zero.checkpoint.finding import open_checkpoint
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.format.piece_rows import pieces_of
 from ort_zero.checkpoint.inspection.verification import verify
-from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.piece_runs import PieceRuns, PiecesByFile, check_cover
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest, overlaps
 from ort_zero.checkpoint.records import Source, Tensor

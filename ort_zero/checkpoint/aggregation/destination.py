@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from ort_zero.checkpoint.files.allowed_names import is_module_config_name
 from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.finding import format_in
 from ort_zero.checkpoint.model_files import output_record
-from ort_zero.checkpoint.opening import format_in
 from ort_zero.checkpoint.records import MAX_NAMED
 from ort_zero.distributed.launched_ranks import RENDEZVOUS
 from ort_zero.errors import CheckpointError

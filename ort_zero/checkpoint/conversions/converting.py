@@ -22,9 +22,8 @@ from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.files.allowed_names import check_tag
 from ort_zero.checkpoint.files.dtypes import CHOICES, output_code
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
-from ort_zero.checkpoint.finding import find_source
+from ort_zero.checkpoint.finding import find_source, format_in
 from ort_zero.checkpoint.format import manifest
-from ort_zero.checkpoint.opening import format_in
 from ort_zero.checkpoint.reads.record_checks import check_records_of
 from ort_zero.checkpoint.records import MAX_NAMED, Source
 from ort_zero.distributed.raise_on_all_ranks import RankGroup

@@ -1,102 +1,38 @@
-"""Map trained parameters to their places in the flat tensors of the optimizer's files, and cut them into pieces."""
+"""Map trained parameters to their places in the flat tensors of the optimizer's files, and make pieces of them."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, covered
-from ort_zero.checkpoint.records import File, Piece, Tensor
+from ort_zero.checkpoint.format.flat_groups import FlatGroup
+from ort_zero.checkpoint.records import Piece, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 
 Flats = Mapping[int, StoredTensor]
 """The flat tensors of one rank by number: of a parameter group, or of a sub-group for ZeRO-3."""
 
 
-@dataclass(frozen=True)
-class ElementRange:
-    """A range of a parameter: elements `begin` to `end` of vector number `vector` are its elements from `first` on."""
-
-    vector: int
-    begin: int
-    end: int
-    first: int
-
-
 @dataclass
 class FlatLayout:
-    """The places of the trained parameters in vectors, which consist of flat tensors, one after the other."""
+    """The places of the trained parameters in the flat tensors of all ranks."""
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    ranges: dict[str, list[ElementRange]] = field(default_factory=dict)
     number_of: dict[str, int] = field(default_factory=dict)
     """Number of the flat tensor (group, or sub-group for ZeRO-3) of each parameter."""
-    lengths: list[list[int]] = field(default_factory=list)
-    """Number of elements of each flat tensor of each vector; for ZeRO-1 and 2 without the padding at the end."""
-    parts: list[list[tuple[int, int]]] = field(default_factory=list)
-    """(rank, number of the flat tensor) of each part of each vector."""
-    saved_names: dict[str, str] = field(default_factory=dict)
-    """Name of each parameter in the ranks' files, which number the experts of each rank from 0."""
+    groups: dict[tuple[int, int], FlatGroup] = field(default_factory=dict)
+    """Places in each flat tensor by rank and by number in the rank's file."""
 
-    def add(self, name: str, shape: tuple[int, ...], number: int, ranges: list[ElementRange], saved_as: str) -> None:
-        """Add a parameter that lies in the flat tensors with that number."""
-        self.shapes[name], self.number_of[name] = shape, number
-        self.ranges[name], self.saved_names[name] = ranges, saved_as
-
-
-class _Part(NamedTuple):
-    """A flat tensor that is a part of a longer vector."""
-
-    file: File
-    stored: StoredTensor
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.stored.shape)
-
-
-class _Vector:
-    """A vector of flat tensors, one after the other.
-
-    Args:
-        parts: the flat tensors, None for a missing one.
-        lengths: number of elements of the vector for each part; the part itself may have fewer or more.
-    """
-
-    def __init__(self, parts: list[_Part | None], lengths: list[int]):
-        self._ends = list(accumulate(lengths))
-        self._starts = [0, *self._ends]
-        self._parts = [
-            None if part is None else (part.file.name, part.stored.offset, part.stored.itemsize, part.elements)
-            for part in parts
-        ]
-
-    def cut(self, begin: int, end: int, first: int) -> list[Piece]:
-        """Return the pieces of the elements `begin` to `end`, which are a tensor's elements from `first` on."""
-        pieces: list[Piece] = []
-        index = bisect_right(self._ends, begin)
-        while begin < end and index < len(self._parts):
-            part = self._parts[index]
-            if part is None:
-                break
-            name, offset, size, elements = part
-            start, wanted = self._starts[index], self._ends[index]
-            if end < wanted:  # no min(): this runs for each piece of a checkpoint
-                wanted = end
-            stop = start + elements
-            if wanted < stop:
-                stop = wanted
-            if stop > begin:
-                pieces.append(Piece(name, offset + (begin - start) * size, (stop - begin) * size, first))
-                first, begin = first + stop - begin, stop
-            if stop < wanted:
-                break  # a gap, which the check of the tensor's pieces reports
-            index += 1
-        return pieces
+    def add(
+        self, shapes: Mapping[str, tuple[int, ...]], number: int, groups: Mapping[tuple[int, int], FlatGroup]
+    ) -> None:
+        """Add parameters that lie in the flat tensors `groups`, which have that number."""
+        self.shapes |= shapes
+        self.number_of |= dict.fromkeys(shapes, number)
+        self.groups |= groups
 
 
 def flat_tensors(files: StateFiles, layout: FlatLayout, kind: str, flats: list[Flats]) -> Iterator[Tensor]:
@@ -113,20 +49,25 @@ def flat_tensors(files: StateFiles, layout: FlatLayout, kind: str, flats: list[F
         CheckpointError: a dtype is unknown.
     """
     numbers = set(layout.number_of.values())
-    missing = {number for number in numbers if _is_missing(files, kind, number, flats)}
-    vectors = []
-    for lengths, numbers_by_rank in zip(layout.lengths, layout.parts):
-        parts = [
-            None if number in missing else _Part(files.optimizers[rank].file, flats[rank][number])
-            for rank, number in numbers_by_rank
-        ]
-        vectors.append(_Vector(parts, lengths))
-    codes = {number: _same_code(files, kind, number, flats) for number in numbers - missing}
+    present = {number for number in numbers if not _is_missing(files, kind, number, flats)}
+    codes = {number: _same_code(files, kind, number, flats) for number in present}
+    pieces: dict[str, list[Piece]] = {name: [] for name in layout.shapes}
+    for (rank, number), group in layout.groups.items():
+        if number not in present:
+            continue
+        file, stored = files.optimizers[rank].file.name, flats[rank][number]
+        size, elements = stored.itemsize, elements_of(stored.shape)
+        for place in group.places:
+            # a flat tensor that is too short leaves a gap, which the check of the tensor's pieces reports
+            length = min(place.length, elements - place.offset)
+            if length > 0:
+                piece = Piece(file, stored.offset + place.offset * size, length * size, place.start)
+                pieces[place.name].append(piece)
     for name, shape in layout.shapes.items():
         number = layout.number_of[name]
-        if number not in missing:
-            pieces = [q for r in layout.ranges[name] for q in vectors[r.vector].cut(r.begin, r.end, r.first)]
-            tensor = Tensor(name=name, kind=kind, dtype=codes[number], shape=shape, pieces=tuple(pieces))
+        if number in present:
+            ordered = tuple(sorted(pieces[name], key=lambda piece: piece.start))
+            tensor = Tensor(name=name, kind=kind, dtype=codes[number], shape=shape, pieces=ordered)
             yield covered(tensor, files.folder.path())
 
 

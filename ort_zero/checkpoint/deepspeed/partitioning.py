@@ -7,6 +7,7 @@ from typing import Any
 from ort_zero.checkpoint.deepspeed.file_names import WAY_OUT
 from ort_zero.checkpoint.deepspeed.flat_layout import FlatLayout, Flats, elements_of
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, zero_state
+from ort_zero.checkpoint.format.flat_groups import FlatGroup
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -50,21 +51,19 @@ class Partitioning:
             CorruptCheckpointError: a file does not fit the layout; names the file.
         """
         flats = [self.masters(file) for file in self.files.optimizers]
-        count = 1 + max((number for row in layout.parts for _, number in row), default=-1)
+        count = 1 + max((number for _, number in layout.groups), default=-1)
         for rank, flat in enumerate(flats):
             if len(flat) != count:
                 raise self.files.foreign(
                     self.files.optimizers[rank], f"it has {len(flat)} groups, the module file has {count}"
                 )
-        for vector, (lengths, parts) in enumerate(zip(layout.lengths, layout.parts)):
-            min_lengths = self._min_lengths(layout, vector)
-            for length, (rank, number), min_length in zip(lengths, parts, min_lengths):
-                elements = elements_of(flats[rank][number].shape)
-                if not min_length <= elements <= length:
-                    raise self.files.foreign(
-                        self.files.optimizers[rank],
-                        f"its part of group {number} has {elements} elements, the parameters' shapes require {length}",
-                    )
+        for (rank, number), group in layout.groups.items():
+            elements = elements_of(flats[rank][number].shape)
+            if not self._min_length(group) <= elements <= group.size:
+                raise self.files.foreign(
+                    self.files.optimizers[rank],
+                    f"its part of group {number} has {elements} elements, the parameters' shapes require {group.size}",
+                )
 
     def masters(self, file: TorchFile) -> Flats:
         """Return the flat masters of one rank.
@@ -114,9 +113,9 @@ class Partitioning:
         return groups or None
 
     def _fill(self, layout: FlatLayout, groups: Shapes) -> None:
-        """Add the parameters with their ranges, and the parts and lengths of the vectors."""
+        """Add the parameters with their places in the ranks' flat tensors."""
         raise NotImplementedError
 
-    def _min_lengths(self, layout: FlatLayout, vector: int) -> list[int]:
-        """Return the minimum number of elements of each part of a vector."""
+    def _min_length(self, group: FlatGroup) -> int:
+        """Return the minimum number of elements of a flat tensor."""
         raise NotImplementedError

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ort_zero.checkpoint.deepspeed.compare_values import same_values
-from ort_zero.checkpoint.deepspeed.file_names import LAYER_FILE
 from ort_zero.checkpoint.deepspeed.flat_layout import elements_of
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, untrained
 from ort_zero.checkpoint.deepspeed.optimizer_groups import joined_optimizers
@@ -25,16 +24,6 @@ from ort_zero.checkpoint.torch_file import TorchFile
 from ort_zero.errors import CorruptCheckpointError
 
 _TIED = "tied_modules."
-
-
-def layer_files(names: Iterable[str]) -> dict[int, dict[int, str]]:
-    """Return the names of the layers' files by tensor-parallel rank and number of the layer."""
-    by_rank: dict[int, dict[int, str]] = {}
-    for name in names:
-        match = LAYER_FILE.fullmatch(name)
-        if match:
-            by_rank.setdefault(int(match[2] or 0), {})[int(match[1])] = name
-    return {rank: dict(sorted(layers.items())) for rank, layers in sorted(by_rank.items())}
 
 
 def open_layers(folder: Folder, layers: Mapping[int, str], trust_pickle: bool) -> dict[int, TorchFile]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from ort_zero.checkpoint.deepspeed.experts import Experts
 from ort_zero.checkpoint.deepspeed.file_names import WAY_OUT
-from ort_zero.checkpoint.deepspeed.flat_layout import ElementRange, FlatLayout, elements_of
+from ort_zero.checkpoint.deepspeed.flat_layout import FlatLayout
 from ort_zero.checkpoint.deepspeed.partitioning import Partitioning, Shapes
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, zero_state
+from ort_zero.checkpoint.format.flat_groups import FlatGroup, zero12_group
 from ort_zero.checkpoint.torch_file import TorchFile
 from ort_zero.errors import CheckpointError
 
@@ -40,16 +41,14 @@ class Zero12(Partitioning):
             )
         for number, (group, pads) in enumerate(zip(groups, paddings)):
             for ranks, names in self._sharers(number, group):
-                numbers = [self._number_on(rank, number) for rank in ranks]
-                vector, position = len(layout.parts), 0
-                for (saved_as, shape), pad in zip(group.items(), pads):
-                    size = elements_of(shape)
-                    ranges = [ElementRange(vector, position, position + size, 0)]
-                    layout.add(names[saved_as], shape, number, ranges, saved_as)
-                    position += size + pad
-                part = -(-position // (2 * len(ranks))) * 2
-                layout.lengths.append([part] * len(ranks))
-                layout.parts.append(list(zip(ranks, numbers)))
+                shapes = {names[saved_as]: shape for saved_as, shape in group.items()}
+                parts = {
+                    (rank, self._number_on(rank, number)): zero12_group(
+                        number, list(shapes), shapes, index, len(ranks), pads
+                    )
+                    for index, rank in enumerate(ranks)
+                }
+                layout.add(shapes, number, parts)
 
     def _names_of_groups(self, file: TorchFile) -> list[tuple[str, int]]:
         """Return (name, number of earlier groups of this name) for each parameter group of a rank."""
@@ -87,8 +86,6 @@ class Zero12(Partitioning):
             )
         return [(list(range(world_size)), {name: name for name in group})]
 
-    def _min_lengths(self, layout: FlatLayout, vector: int) -> list[int]:
+    def _min_length(self, group: FlatGroup) -> int:
         # the padding at the end of a vector is not always saved
-        end = max((r.end for ranges in layout.ranges.values() for r in ranges if r.vector == vector), default=0)
-        part = layout.lengths[vector][0]
-        return [min(max(end - index * part, 0), part) for index in range(len(layout.parts[vector]))]
+        return max((place.offset + place.length for place in group.places), default=0)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ort_zero.checkpoint.deepspeed.flat_layout import ElementRange, FlatLayout, elements_of
+from ort_zero.checkpoint.deepspeed.flat_layout import FlatLayout, elements_of
 from ort_zero.checkpoint.deepspeed.partitioning import Partitioning, Shapes
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, covered
+from ort_zero.checkpoint.format.flat_groups import FlatGroup, zero3_group, zero3_part
 from ort_zero.checkpoint.records import WEIGHT, Piece, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 
@@ -19,25 +20,14 @@ class Zero3(Partitioning):
 
     def _fill(self, layout: FlatLayout, groups: Shapes) -> None:
         world_size = self.files.world_size
-        position = 0
-        lengths: list[int] = []
-        for group in groups:
-            start = position
-            for name, shape in group.items():
-                cuts = list(_cuts(elements_of(shape), world_size))
-                ranges = [
-                    ElementRange(rank, position, position + stop - begin, begin)
-                    for rank, (begin, stop) in enumerate(cuts)
-                    if stop > begin
-                ]
-                layout.add(name, shape, len(lengths), ranges, name)
-                position += -(-elements_of(shape) // world_size)
-            lengths.append(position - start)
-        layout.lengths = [lengths] * world_size
-        layout.parts = [[(rank, number) for number in range(len(groups))] for rank in range(world_size)]
+        for number, group in enumerate(groups):
+            parts = {
+                (rank, number): zero3_group(number, list(group), group, rank, world_size) for rank in range(world_size)
+            }
+            layout.add(group, number, parts)
 
-    def _min_lengths(self, layout: FlatLayout, vector: int) -> list[int]:
-        return layout.lengths[vector]
+    def _min_length(self, group: FlatGroup) -> int:
+        return group.size
 
 
 def frozen_parameters(files: StateFiles) -> Iterator[Tensor]:
@@ -48,25 +38,17 @@ def frozen_parameters(files: StateFiles) -> Iterator[Tensor]:
     """
     for name, shape in (files.module.get("frozen_param_shapes") or {}).items():
         pieces, codes = [], {}
-        for rank, (file, (begin, end)) in enumerate(
-            zip(files.modules, _cuts(elements_of(shape), files.world_size), strict=True)
-        ):
+        for rank, file in enumerate(files.modules):
+            begin, count = zero3_part(elements_of(shape), rank, files.world_size)
             stored = (file.content.get("frozen_param_fragments") or {}).get(name)
             # the last pieces may be padded to the length of the others
-            lengths = end - begin, -(-elements_of(shape) // files.world_size)
+            lengths = count, -(-elements_of(shape) // files.world_size)
             if not isinstance(stored, StoredTensor) or elements_of(stored.shape) not in lengths:
                 raise files.foreign(file, f"it does not hold rank {rank}'s piece of the frozen parameter {name}")
             codes[file] = files.dtype_code(file, stored, name)
-            if end > begin:
-                pieces.append(Piece(file.file.name, stored.offset, (end - begin) * stored.itemsize, begin))
+            if count:
+                pieces.append(Piece(file.file.name, stored.offset, count * stored.itemsize, begin))
         files.check_same(f"dtype of {name}", codes)
         code = next(iter(codes.values()))
         tensor = Tensor(name=name, kind=WEIGHT, dtype=code, shape=tuple(shape), pieces=tuple(pieces))
         yield covered(tensor, files.folder.path())
-
-
-def _cuts(elements: int, world_size: int) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of each rank's elements: ceil(elements / world size) per rank, fewer on the last ranks."""
-    part = -(-elements // world_size)
-    for rank in range(world_size):
-        yield min(rank * part, elements), min((rank + 1) * part, elements)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO
 
@@ -84,27 +84,6 @@ class Folder:
             CorruptCheckpointError: the file is missing or too short.
         """
         raise NotImplementedError
-
-    def read_scattered(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill `buffers`, one after the other, with the bytes of a file from `offset` on, in one request.
-
-        Raises:
-            CorruptCheckpointError: the file is missing or too short.
-        """
-        content = memoryview(bytearray(sum(map(len, buffers))))
-        self.read_into(name, offset, content)
-        for buffer in buffers:
-            buffer[:] = content[: len(buffer)]
-            content = content[len(buffer) :]
-
-    def read_many(self, reads: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
-        """Call :meth:`read_scattered` for each (name, offset, buffers), several at a time where that is faster.
-
-        Raises:
-            CorruptCheckpointError: a file is missing or too short.
-        """
-        for name, offset, buffers in reads:
-            self.read_scattered(name, offset, buffers)
 
     def read(self, name: str, offset: int = 0, length: int | None = None, *, limit: int | None = None) -> bytes:
         """Return `length` bytes of a file from `offset` on, by default all bytes to the end.

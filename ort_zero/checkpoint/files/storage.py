@@ -136,24 +136,6 @@ class LocalFolder(Folder):
             done += count
         self._count(done)
 
-    def read_scattered(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers by one ``preadv``."""
-        total = sum(map(len, buffers))
-        descriptor, stays = self._descriptor(name)
-        try:
-            count = os.preadv(descriptor, buffers, offset)
-        except OSError as error:
-            raise self._unreadable(name, error) from error
-        finally:
-            if not stays:
-                os.close(descriptor)
-        if count == total:
-            self._count(count)
-            return
-        for buffer in buffers:  # the kernel may read less at a time; read_into also reports where a file ends
-            self.read_into(name, offset, buffer)
-            offset += len(buffer)
-
     def _descriptor(self, name: str) -> tuple[int, bool]:
         """Return a descriptor of a file, and True if the descriptor stays open."""
         descriptor = self._descriptors.get(name)

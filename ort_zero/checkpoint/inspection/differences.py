@@ -13,9 +13,8 @@ import torch
 from ort_zero.checkpoint.aggregation import safetensors_files
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import Folder, open_folder
-from ort_zero.checkpoint.finding import find_source
+from ort_zero.checkpoint.finding import find_source, format_in
 from ort_zero.checkpoint.format import manifest
-from ort_zero.checkpoint.opening import format_in
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
 from ort_zero.checkpoint.records import Source, Tensor
 from ort_zero.errors import CheckpointError
