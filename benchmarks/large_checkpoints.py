@@ -182,7 +182,7 @@ def verify(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     found = manifest.read(opened)
     assert found is not None
     source = manifest.source_of(found, str(folder))
-    pieces = PiecesByFile(source.files, source.tensors)
+    pieces = PiecesByFile(source.files.values(), source.tensors)
     compared, problems = 0, []
     for file in source.files.values():
         if file.name.endswith(".safetensors"):

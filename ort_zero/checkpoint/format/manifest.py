@@ -18,8 +18,7 @@ import xxhash
 from ort_zero.checkpoint.files import json_text
 from ort_zero.checkpoint.files.allowed_names import check_tag
 from ort_zero.checkpoint.files.storage import Folder, open_folder
-from ort_zero.checkpoint.format.piece_rows import Extents, pieces_of, rows_of
-from ort_zero.checkpoint.piece_runs import check_cover
+from ort_zero.checkpoint.piece_runs import PiecesByFile, check_cover, pieces_of, rows_of
 from ort_zero.checkpoint.records import BUFFER, MASTER, MODULE, File, Optimizer, ParamGroup, Source, Tensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
@@ -147,7 +146,6 @@ def source_of(manifest: Manifest, root: str) -> Source:
     _refuse_twice((file.name for file in manifest.files), "file", root)
     _refuse_twice((f"{entry.kind} of {entry.name}" for entry in manifest.tensors), "tensor", root)
     tensors = []
-    extents = Extents(files.values())
     names = [file.name for file in manifest.files]
     for entry in manifest.tensors:
         try:
@@ -158,7 +156,7 @@ def source_of(manifest: Manifest, root: str) -> Source:
                 shape=tuple(entry.shape),
                 pieces=pieces_of(entry.pieces, names, entry.dtype),
             )
-            wrong = check_cover(tensor) or extents.claim(tensor)
+            wrong = check_cover(tensor)
         except (IndexError, TypeError) as error:
             wrong = f"a piece is malformed ({error})"
         if wrong:
@@ -168,9 +166,9 @@ def source_of(manifest: Manifest, root: str) -> Source:
     for tensor in tensors:
         if (tensor.kind == MODULE or tensor.is_of_one_rank) and shapes.get(tensor.name) != tensor.shape:
             raise CorruptCheckpointError(f"{root}/{NAME}: {tensor.kind} of {tensor.name}: no other has its shape")
-    claimed = extents.claimed_too_much()
-    if claimed:
-        raise CorruptCheckpointError(f"{root}/{NAME}: {claimed}")
+    wrong = PiecesByFile(files.values(), tensors).wrong_extent()
+    if wrong:
+        raise CorruptCheckpointError(f"{root}/{NAME}: {wrong}")
     optimizer = manifest.optimizer
     return Source(
         format="ort_zero",

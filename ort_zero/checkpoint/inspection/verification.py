@@ -162,7 +162,7 @@ def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bo
         elif _OURS.fullmatch(name):
             findings.add(name, f"{folder.path(name)} is one too many: the manifest does not list it; remove it")
 
-    pieces = PiecesByFile(source.files, source.tensors)
+    pieces = PiecesByFile(source.files.values(), source.tensors)
 
     def check(file: File, advance: Callable[[int], Any]) -> Iterable[str]:
         return problems_of_shard(folder, file, document, pieces.of(file.name), advance)
