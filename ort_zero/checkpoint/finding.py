@@ -183,17 +183,6 @@ def find_source(path: str, tag: str | None = None, trust_pickle: bool = False, t
     return replace(source, notes=(*located.notes, *source.notes)) if located.notes else source
 
 
-def whole_checkpoints(folder: Folder, apart_from: Folder | None = None) -> list[str]:
-    """Return the names of the whole checkpoints in `folder`, the lowest number first.
-
-    Args:
-        folder: folder of checkpoints.
-        apart_from: folder of a checkpoint to leave out.
-    """
-    others = (c for c in checkpoints_below(folder) if apart_from is None or c.folder.url != apart_from.url)
-    return [candidate.name for candidate in others if condition_of(candidate).whole]
-
-
 def _only_or_newest(folder: Folder) -> LocatedCheckpoint:
     """Return the only checkpoint in a folder without ``latest``, or the newest whole one of several with numbers.
 
@@ -239,7 +228,8 @@ def whole_checkpoints_text(folder: Folder, apart_from: Folder | None = None) -> 
         folder: folder of checkpoints.
         apart_from: folder of a checkpoint to leave out.
     """
-    whole = whole_checkpoints(folder, apart_from)
+    others = (c for c in checkpoints_below(folder) if apart_from is None or c.folder.url != apart_from.url)
+    whole = [candidate.name for candidate in others if condition_of(candidate).whole]
     if not whole:
         return "no other checkpoint there is whole"
     return f"whole checkpoints there: {shortened(whole, _MAX_NAMED)} (give one as the tag)"

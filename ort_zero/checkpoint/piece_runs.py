@@ -2,8 +2,8 @@
 
 Under ZeRO-3 every rank stores an equal part of each tensor at the same offset of its file. These pieces differ only in
 their checksums. A run stands for such pieces: it stores the checksums as bytes, and makes a piece when it is accessed.
-A model with 405 billion
-parameters on 512 ranks has 1.7 million pieces, which would take Python more than half a gigabyte.
+A model with 405 billion parameters on 512 ranks has 1.7 million pieces, which would take Python more than half a
+gigabyte.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from typing import Any
 
 from ort_zero.checkpoint.aggregation.aggregation_plan import Plan, make_plan
 from ort_zero.checkpoint.aggregation.destination import existing_names, make_folder, removable_names
-from ort_zero.checkpoint.aggregation.publishing import Publication
+from ort_zero.checkpoint.aggregation.publishing import Job
 from ort_zero.checkpoint.aggregation.safetensors_files import open_safetensors
-from ort_zero.checkpoint.aggregation.writing import Job, write
+from ort_zero.checkpoint.aggregation.writing import write
 from ort_zero.checkpoint.files.allowed_names import is_config_name
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.finding import find_source
@@ -163,7 +163,7 @@ def aggregate(
             )
             job = _prepare(selected, plan, configs, target, overwrite)
             if not dry_run:
-                for name in (*(file.name for file in plan.files), *job.publication.extras):
+                for name in (*(file.name for file in plan.files), *job.extras):
                     make_folder(target.child(name.rpartition("/")[0]) if "/" in name else target)
     job = ranks.broadcast(job)
     folder = open_folder(job.root)
@@ -172,7 +172,7 @@ def aggregate(
     if not dry_run:
         notes, sizes = write(job, folder, target, ranks, workers=workers, verify=verify, strict=strict, shown=progress)
         warnings += notes
-    sizes = {**sizes, **{name: len(data) for name, data in job.publication.small_files().items()}}
+    sizes = {**sizes, **{name: len(data) for name, data in job.small_files().items()}}
     return AggregateReport(
         **job.about,
         destination=target.path(),
@@ -252,9 +252,11 @@ def _prepare(
     small_files, copied = _config_files(selected, plan, configs)
     removable = removable_names(target, existing, written, small_files)
     return Job(
-        publication=Publication(
-            plan=plan, extras=small_files, token=uuid.uuid4().hex[:8], existing=frozenset(existing), removable=removable
-        ),
+        plan=plan,
+        extras=small_files,
+        token=uuid.uuid4().hex[:8],
+        existing=frozenset(existing),
+        removable=removable,
         root=source.root,
         files=source.files,
         merges=selected.merges,

@@ -12,10 +12,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ort_zero.checkpoint.aggregation.aggregation_plan import OutputFile, Plan
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.model_files import output_record
+from ort_zero.checkpoint.model_files.adapters import Merge
+from ort_zero.checkpoint.records import File
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 
 _SHARD = re.compile(r"(?P<stem>.+-\d{5}-of-\d{5})(?P<end>\.[a-z]+)")
@@ -23,10 +26,20 @@ _INDEX = re.compile(r".+\.index\.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Publication:
-    """The files to publish in a folder, and the old files that may be removed; the same on all ranks."""
+class Job:
+    """An aggregation as rank 0 has planned it: what is read, written and published; the same on all ranks."""
 
+    root: str
+    """Folder or URL of the checkpoint."""
+    files: Mapping[str, File]
+    """The files of the checkpoint by name."""
+    merges: Mapping[str, Merge]
+    """LoRA's matrices to add, by name of the base weight."""
+    about: Mapping[str, Any]
+    """The fields of the report that describe the source."""
+    warnings: tuple[str, ...]
     plan: Plan
+    """The files to write."""
     extras: Mapping[str, bytes]
     """Content of the configuration files by name."""
     token: str
@@ -51,7 +64,7 @@ class Publication:
         return interim
 
 
-def publish(job: Publication, rank_files: tuple[OutputFile, ...], target: Folder, ranks: RankGroup) -> dict[str, int]:
+def publish(job: Job, rank_files: tuple[OutputFile, ...], target: Folder, ranks: RankGroup) -> dict[str, int]:
     """Publish the files that all ranks wrote under partial names; return bytes by name. All ranks must call.
 
     Args:

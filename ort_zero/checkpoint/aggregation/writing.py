@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from ort_zero import env
-from ort_zero.checkpoint.aggregation.aggregation_plan import OutputFile, Plan, split
-from ort_zero.checkpoint.aggregation.publishing import Publication, publish
+from ort_zero.checkpoint.aggregation.aggregation_plan import OutputFile, split
+from ort_zero.checkpoint.aggregation.publishing import Job, publish
 from ort_zero.checkpoint.aggregation.streaming import Findings, Streamer
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.model_files.adapters import Merge
 from ort_zero.checkpoint.piece_runs import first_and_count
 from ort_zero.checkpoint.reads.record_checks import check_records_of
-from ort_zero.checkpoint.records import MAX_NAMED, File
+from ort_zero.checkpoint.records import MAX_NAMED
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.progress import bar
@@ -22,30 +17,6 @@ from ort_zero.utils.text import shortened
 
 _MIN_BYTES_PER_THREAD = 16 << 20
 """Minimum number of bytes per thread: below it, another thread costs more time than it saves."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """The plan of rank 0, which is broadcast to all ranks."""
-
-    publication: Publication
-    root: str
-    files: Mapping[str, File]
-    merges: Mapping[str, Merge]
-    """LoRA's matrices to add, by name of the base weight."""
-    about: Mapping[str, Any]
-    """The fields of the report that describe the source."""
-    warnings: tuple[str, ...]
-
-    @property
-    def plan(self) -> Plan:
-        """The files to write."""
-        return self.publication.plan
-
-    @property
-    def token(self) -> str:
-        """Part of the partial names of this run."""
-        return self.publication.token
 
 
 def write(
@@ -101,7 +72,7 @@ def write(
         warnings = _warnings(ranks, streamer.findings)
         if strict and warnings:
             raise CheckpointError(f"{job.root}: {'; '.join(warnings)}; refused by --strict")
-        return warnings, publish(job.publication, rank_files, target, ranks)
+        return warnings, publish(job, rank_files, target, ranks)
     except BaseException:
         for file in job.plan.files:
             target.discard(file.name, job.token)
