@@ -480,6 +480,11 @@ def a_shape_that_is_a_text(folder: Path) -> None:
     edit_torch(folder, MODULE, lambda content: content["param_shapes"][0].update({"a.bias": "3"}))
 
 
+@planted("zero2", r"the name of a tensor cannot be '.x1b")
+def a_name_that_moves_the_cursor(folder: Path) -> None:
+    edit_torch(folder, MODULE, lambda content: content["module"].update({"\x1b[2J": torch.ones(2)}))
+
+
 @planted("zero2", "other numbers of parameters")
 def a_parameter_whose_name_is_a_number(folder: Path) -> None:
     edit_torch(folder, MODULE, lambda content: content["param_shapes"][0].update({5: torch.Size((3,))}))

@@ -63,6 +63,10 @@ def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequenc
         rank = universal.read_universal(folder, files, topology, trust_pickle, rules, _config(folder), zero3_modules)
     else:
         rank = _joined(folder, names, files, layers, topology, trust_pickle, rules)
+    names_read = {*(tensor.name for tensor in rank.tensors), *rank.aliases, *rank.frozen}
+    odd = next((name for name in names_read if not isinstance(name, str) or not name.isprintable()), None)
+    if odd is not None:  # control characters can make a terminal show another text
+        raise CorruptCheckpointError(f"{folder.path()}: the name of a tensor cannot be {ascii(odd)[:200]}")
     stage = configured_stage(rank.states.modules[0], rank.states.stage) if universal_files else rank.states.stage
     return Source(
         format="deepspeed",

@@ -31,20 +31,23 @@ _SECONDS_TO_REMOVE = 10
 _Result = TypeVar("_Result")
 
 
-def _masking(method: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Wrap a method of a folder: errors of the library become CheckpointErrors without secrets."""
+def _masking(verb: str) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
+    """Wrap a method of a folder: errors of the library become CheckpointErrors without secrets, which say `verb`."""
 
-    @functools.wraps(method)
-    def call(self: RemoteFolder, *args: Any, **options: Any) -> _Result:
-        try:
-            return method(self, *args, **options)
-        except CheckpointError:
-            raise
-        except Exception as error:  # libraries below fsspec raise any class
-            failure = self._failure(method.__name__, error, args[0] if args else "")
-        raise failure  # outside of the try block, which would attach the library's error as the context
+    def wrapped(method: Callable[..., _Result]) -> Callable[..., _Result]:
+        @functools.wraps(method)
+        def call(self: RemoteFolder, *args: Any, **options: Any) -> _Result:
+            try:
+                return method(self, *args, **options)
+            except CheckpointError:
+                raise
+            except Exception as error:  # libraries below fsspec raise any class
+                failure = self._failure(verb, error, args[0] if args else "")
+            raise failure  # outside of the try block, which would attach the library's error as the context
 
-    return call
+        return call
+
+    return wrapped
 
 
 class RemoteFolder(Folder):
@@ -70,18 +73,18 @@ class RemoteFolder(Folder):
         if failure is not None:
             raise failure
 
-    def _failure(self, action: str, error: Exception, name: str = "") -> CheckpointError:
+    def _failure(self, verb: str, error: Exception, name: str = "") -> CheckpointError:
         """Return the error for the user, without the secrets of the URL in any form."""
         first = str(error).strip().partition("\n")[0]
         text = first if first and isinstance(error, OSError) else f"{type(error).__name__}: {first}".removesuffix(": ")
         is_final = isinstance(error, (FileNotFoundError, ImportError, ValueError))
         advice = "" if is_final else " (do it again when the store answers, with credentials that it accepts)"
-        return CheckpointError(f"cannot {_ACTIONS[action]} {self.path(name)}: {masked_as_in(text, self.url)}{advice}")
+        return CheckpointError(f"cannot {verb} {self.path(name)}: {masked_as_in(text, self.url)}{advice}")
 
     def _at(self, name: str) -> str:
         return joined_url(self._root.rstrip("/"), name) if name else self._root
 
-    @_masking
+    @_masking("list")
     def names(self) -> list[str]:
         """List the objects under the URL, without fsspec's cache of an earlier listing."""
         self._fs.invalidate_cache()
@@ -91,7 +94,7 @@ class RemoteFolder(Folder):
             return []
         return sorted({path.rstrip("/").rsplit("/", 1)[-1] for path in paths if path.rstrip("/") != self._root})
 
-    @_masking
+    @_masking("list")
     def folders(self) -> list[str]:
         """List the common prefixes (folders) of the objects under the URL."""
         self._fs.invalidate_cache()
@@ -102,7 +105,7 @@ class RemoteFolder(Folder):
         paths = (entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory")
         return sorted({path.rsplit("/", 1)[-1] for path in paths if path != self._root.rstrip("/")})
 
-    @_masking
+    @_masking("look at")
     def modified(self, name: str) -> float | None:
         """Return the modification time that the store reports, None if this kind of store reports none."""
         try:
@@ -110,7 +113,7 @@ class RemoteFolder(Folder):
         except (OSError, NotImplementedError, AttributeError):
             return None
 
-    @_masking
+    @_masking("look at")
     def size(self, name: str) -> int | None:
         """Return the size in bytes that the store reports, None if there is no such object."""
         try:
@@ -118,7 +121,7 @@ class RemoteFolder(Folder):
         except FileNotFoundError:
             return None
 
-    @_masking
+    @_masking("read")
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` by ranged requests, several at a time if it is large."""
         path, end = self._at(name), offset + len(buffer)
@@ -150,7 +153,7 @@ class RemoteFolder(Folder):
             raise CorruptCheckpointError(f"{self.path(name)} is missing")
         return io.BufferedReader(_Ranges(self, name, size), _BUFFER)
 
-    @_masking
+    @_masking("make")
     def make(self) -> None:
         """Make the folder if the store has folders; the folder may exist."""
         self._fs.makedirs(self._root, exist_ok=True)
@@ -170,7 +173,7 @@ class RemoteFolder(Folder):
                 self._abandon(stream, path)
             if isinstance(error, CheckpointError) or not isinstance(error, Exception):
                 raise
-            failure = self._failure("writing", error, name)
+            failure = self._failure("write", error, name)
         if failure is not None:
             raise failure
 
@@ -200,22 +203,22 @@ class RemoteFolder(Folder):
         except Exception:
             self._gave_up = True
 
-    @_masking
+    @_masking("rename")
     def publish(self, name: str, token: str, to: str | None = None) -> None:
         """Move the object to its final name, on the server if the store can copy."""
         self._fs.mv(self._at(partial_name(name, token)), self._at(to or name))
 
-    @_masking
+    @_masking("copy")
     def duplicate(self, name: str, to: str, token: str) -> None:
         """Copy the object, on the server if the store can copy."""
         self._fs.copy(self._at(name), self._at(to))
 
-    @_masking
+    @_masking("remove")
     def discard(self, name: str, token: str) -> None:
         """Remove the partial object of :meth:`writing`, if it exists."""
         self._forget(self._at(partial_name(name, token)))
 
-    @_masking
+    @_masking("remove")
     def remove(self, name: str) -> None:
         """Remove an object; a missing object is no error."""
         with suppress(FileNotFoundError):
@@ -224,23 +227,6 @@ class RemoteFolder(Folder):
     def remove_if_possible(self, name: str) -> None:
         """Remove an object, with one try of at most :data:`_SECONDS_TO_REMOVE` seconds."""
         self._forget(self._at(name))
-
-
-_ACTIONS = {
-    "names": "list",
-    "folders": "list",
-    "modified": "look at",
-    "size": "look at",
-    "read_into": "read",
-    "make": "make",
-    "writing": "write",
-    "publish": "rename",
-    "duplicate": "copy",
-    "discard": "remove",
-    "remove": "remove",
-    "open": "open",
-}
-"""Verb of each method, for messages."""
 
 
 class _Ranges(io.RawIOBase):

@@ -102,7 +102,7 @@ class CheckedReader:
             by_file.setdefault(item.piece.file, []).append(item)
         if self._folder.parallel_reads > 1 and len(by_file) > 1:
             with ThreadPoolExecutor(self._folder.parallel_reads) as pool:
-                list(pool.map(lambda name: self._read_file(by_file[name], own_buffer=True), by_file))
+                list(pool.map(lambda name: self._read_file(by_file[name], is_parallel=True), by_file))
             return
         for items in by_file.values():
             self._read_file(items)
@@ -134,11 +134,11 @@ class CheckedReader:
             return piece.offset, piece.offset + piece.length
         return piece.offset + item.first, piece.offset + item.first + item.wanted
 
-    def _read_file(self, items: list[WantedBytes], own_buffer: bool = False) -> None:
-        """Read the items of one file, neighbours with one call; `own_buffer` for a call beside others."""
+    def _read_file(self, items: list[WantedBytes], is_parallel: bool = False) -> None:
+        """Read the items of one file, neighbours with one call; `is_parallel` for a call beside others, which need the buffer."""
         extents = sorted(((*self._extent(item), item) for item in items), key=lambda extent: extent[:2])
         size, buffer = len(self._buffer), self._buffer
-        if own_buffer:
+        if is_parallel:
             buffer = memoryview(bytearray(min(size, extents[-1][1] - extents[0][0])))
         batch: list[WantedBytes] = []
         start = end = 0
