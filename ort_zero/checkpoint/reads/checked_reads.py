@@ -135,7 +135,7 @@ class CheckedReader:
         return piece.offset + item.first, piece.offset + item.first + item.wanted
 
     def _read_file(self, items: list[WantedBytes], is_parallel: bool = False) -> None:
-        """Read the items of one file, neighbours with one call; `is_parallel` for a call beside others, which need the buffer."""
+        """Read the items of one file, neighbours with one call; `is_parallel` says that other calls use the buffer."""
         extents = sorted(((*self._extent(item), item) for item in items), key=lambda extent: extent[:2])
         size, buffer = len(self._buffer), self._buffer
         if is_parallel:
