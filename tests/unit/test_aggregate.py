@@ -105,6 +105,13 @@ def test_shards_with_an_index_and_the_optimizer(shards, tmp_path, workers):
     assert all((out / name).stat().st_size == size for name, size in report.files.items())
 
 
+@pytest.mark.parametrize("format", ["safetensors", "torch"])
+def test_an_optimizer_before_its_first_step_has_a_file_without_tensors(tmp_path, format):
+    write(tmp_path / "c", {(MASTER, "w"): torch.ones(3), (BUFFER, "b"): torch.ones(0, 2)})
+    aggregate(tmp_path / "c", tmp_path / "out", what="weights+optimizer", format=format)
+    assert load_file(tmp_path / "out" / "optimizer.safetensors") == {}
+
+
 @pytest.mark.parametrize("choice", ["fp32", "fp16", "bf16"])
 def test_dtype_is_a_cast_of_floats_only(shards, tmp_path, choice):
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[choice]

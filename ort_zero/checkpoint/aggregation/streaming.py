@@ -112,7 +112,7 @@ class Streamer:
                 raise
 
     def _write_part(self, file: OutputFile, entries: Sequence[OutputEntry]) -> None:
-        first = entries[0] is file.entries[0]
+        first = not entries or entries[0] is file.entries[0]
         begin = 0 if first else len(file.header) + entries[0].offset
         with self._target.writing_from(file.name, self._token, begin) as out:
             if first:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ort_zero.checkpoint.deepspeed.file_names import EXPERT_FILE, EXPERT_OPTIMIZER_FILE, WAY_OUT
-from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part
-from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part, whole_tensor
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import WEIGHT, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor

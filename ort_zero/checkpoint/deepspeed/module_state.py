@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ort_zero.checkpoint.deepspeed import zero3
 from ort_zero.checkpoint.deepspeed.compare_values import same_values
-from ort_zero.checkpoint.deepspeed.state_files import StateFiles
-from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
+from ort_zero.checkpoint.deepspeed.partitioning import frozen_parameters
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, whole_tensor
 from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.checkpoint.files.storage import LocalFolder
 from ort_zero.checkpoint.records import BUFFER, MAX_NAMED, MODULE, WEIGHT, Optimizer, Tensor, buffer_kind
@@ -54,7 +53,7 @@ class ModuleState:
             CorruptCheckpointError: a piece of a frozen parameter is missing.
         """
         if self._files.stage == 3:
-            yield from zero3.frozen_parameters(self._files)
+            yield from frozen_parameters(self._files)
             yield from self._whole_weights_of_zero3()
             return
         skip = {*self._trained, *self.aliases, *self._buffers}

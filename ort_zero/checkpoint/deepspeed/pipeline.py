@@ -7,16 +7,14 @@ the whole model, as in ``PipelineModule.state_dict()``, they are named ``N.<name
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ort_zero.checkpoint.deepspeed.compare_values import same_values
-from ort_zero.checkpoint.deepspeed.flat_layout import elements_of
-from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, untrained
-from ort_zero.checkpoint.deepspeed.optimizer_groups import joined_optimizers
-from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part, zero_state
-from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
+from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, joined_optimizers, untrained
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part, whole_tensor, zero_state
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
@@ -54,7 +52,7 @@ def add_shapes(states: StateFiles, layers: Mapping[int, TorchFile]) -> None:
         if name.startswith(_TIED) and name.count(".") >= 2:
             inner_name = name.split(".", 2)[2]
             shapes = {shape for other, shape in states.shapes.items() if other.partition(".")[2] == inner_name}
-            fitting = [shape for shape in shapes if elements_of(shape) == elements[name]]
+            fitting = [shape for shape in shapes if math.prod(shape) == elements[name]]
             if len(fitting) == 1:
                 states.shapes[name] = fitting[0]
 

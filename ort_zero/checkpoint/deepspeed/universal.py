@@ -20,10 +20,9 @@ from ort_zero.checkpoint.deepspeed.file_names import (
 from ort_zero.checkpoint.deepspeed.inner_optimizer import group_options, number_of
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, read_model_rank
 from ort_zero.checkpoint.deepspeed.split_rules import Rule
-from ort_zero.checkpoint.deepspeed.state_files import StateFiles, open_states
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, open_states, whole_tensor
 from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
 from ort_zero.checkpoint.deepspeed.topology import Topology
-from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
 from ort_zero.checkpoint.files.allowed_names import is_plain_name
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import MASTER, MAX_NAMED, Optimizer, ParamGroup, Tensor
