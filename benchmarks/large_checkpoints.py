@@ -153,7 +153,7 @@ def save(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 def open_it(folder: Path) -> Any:
     """Return the checkpoint as its readers have it."""
-    from ort_zero.checkpoint.opening import open_checkpoint
+    from ort_zero.checkpoint.finding import open_checkpoint
 
     return open_checkpoint(str(folder))
 
@@ -182,7 +182,7 @@ def verify(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     found = manifest.read(opened)
     assert found is not None
     source = manifest.source_of(found, str(folder))
-    pieces = PiecesByFile(source.files, source.tensors)
+    pieces = PiecesByFile(source.files.values(), source.tensors)
     compared, problems = 0, []
     for file in source.files.values():
         if file.name.endswith(".safetensors"):
@@ -194,20 +194,18 @@ def verify(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def aggregate(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Plan an aggregation of the weights into files of 5 GB, down to each read."""
+    """Plan an aggregation of the weights into files of 5 GB, down to each piece."""
     from ort_zero.checkpoint.aggregation.aggregation_plan import make_plan
-    from ort_zero.checkpoint.aggregation.aggregation_ranges import FileRange
-    from ort_zero.checkpoint.aggregation.aggregation_windows import windows
 
     meter = Meter()
     plan = make_plan(open_it(folder))
-    reads = size = count = 0
+    reads = size = 0
     for file in plan.files:
-        for window in windows(FileRange(file, 0, file.size), 8 << 20):
-            count += 1
-            reads += len(window.reads)
-            size += window.filled
-    return meter.figures(files=len(plan.files), windows=count, reads=reads, gb=round(size / 1e9))
+        for entry in file.entries:
+            for piece in entry.tensor.pieces:
+                reads += 1
+                size += piece.length
+    return meter.figures(files=len(plan.files), reads=reads, gb=round(size / 1e9))
 
 
 def load(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
@@ -215,8 +213,7 @@ def load(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from ort_zero.checkpoint.format.flat_groups import zero3_groups
-    from ort_zero.checkpoint.reads.checked_reads import wanted_of
-    from ort_zero.checkpoint.reads.reading import ReadRequest
+    from ort_zero.checkpoint.reads.checked_reads import ReadRequest, wanted_of
 
     meter = Meter()
     source = open_it(folder)
@@ -236,7 +233,7 @@ def load(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
                     needed += 4 * place.length
                     for item in wanted_of(request):
                         reads += 1
-                        size += item.high - item.low
+                        size += item.piece.length if item.piece.check else item.wanted
                         by_file[item.piece.file] = by_file.get(item.piece.file, 0) + 1
         files += len(by_file)
     figures = meter.figures(reads=reads, files_of_a_rank=round(files / new), read_of_needed=round(size / needed, 3))

@@ -118,9 +118,8 @@ def loaded(local: Path) -> tuple[int, int]:
 
     from ort_zero.checkpoint.files.dtypes import itemsize, torch_dtype
     from ort_zero.checkpoint.files.storage import open_folder
-    from ort_zero.checkpoint.opening import open_checkpoint
-    from ort_zero.checkpoint.reads.checked_reads import CheckedReader
-    from ort_zero.checkpoint.reads.reading import ReadRequest
+    from ort_zero.checkpoint.finding import open_checkpoint
+    from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
 
     source = open_checkpoint(f"s3://{BUCKET}/run/t")
     requests = []

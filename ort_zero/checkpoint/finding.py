@@ -1,4 +1,4 @@
-"""Find the checkpoint that a user means by a folder: a run of the Trainer, of Lightning or Accelerate, a tag.
+"""Find and open the checkpoint that a user means by a folder: a run of the Trainer, Lightning or Accelerate, a tag.
 
 =============================================  ========================================================================
 the folder is                                  :func:`find` returns
@@ -19,11 +19,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.format import manifest
-from ort_zero.checkpoint.opening import format_in, no_checkpoint, open_checkpoint
 from ort_zero.checkpoint.records import Source
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.utils.garbage import collection_paused
 from ort_zero.utils.text import shortened
 
 MAX_DEPTH = 6
@@ -45,7 +46,7 @@ class Candidate(NamedTuple):
     name: str
     """Path relative to the folder where the search began; for this folder itself, the last part of its path."""
     format: str | None
-    """Format, see :func:`~ort_zero.checkpoint.opening.format_in`; None for the files of an interrupted save."""
+    """Format, see :func:`format_in`; None for the files of an interrupted save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ def condition_of(candidate: Candidate, trust_pickle: bool = False, tp_split: Seq
     if candidate.format is None:
         return Condition(source=None, whole=False, reason=f"no {manifest.NAME}: the save was interrupted")
     try:
-        source = open_checkpoint(folder.url, trust_pickle=trust_pickle, tp_split=tp_split)
+        source = open_in(folder, trust_pickle, tp_split)
         wrong = _wrong_size(source, folder)
         if wrong:
             return Condition(source=source, whole=False, reason=wrong)
@@ -171,7 +172,7 @@ def find_source(path: str, tag: str | None = None, trust_pickle: bool = False, t
     """
     located = find(path, tag)
     try:
-        source = open_checkpoint(located.folder.url, trust_pickle=trust_pickle, tp_split=tp_split)
+        source = open_in(located.folder, trust_pickle, tp_split)
         wrong = _wrong_size(source, located.folder) if located.by_latest else None
         if wrong:  # checked now, since a user who gave no tag may want another checkpoint
             raise CorruptCheckpointError(located.folder.path(wrong))
@@ -180,17 +181,6 @@ def find_source(path: str, tag: str | None = None, trust_pickle: bool = False, t
             raise
         raise _with_whole_names(error, located.by_latest, located.folder) from None
     return replace(source, notes=(*located.notes, *source.notes)) if located.notes else source
-
-
-def whole_checkpoints(folder: Folder, apart_from: Folder | None = None) -> list[str]:
-    """Return the names of the whole checkpoints in `folder`, the lowest number first.
-
-    Args:
-        folder: folder of checkpoints.
-        apart_from: folder of a checkpoint to leave out.
-    """
-    others = (c for c in checkpoints_below(folder) if apart_from is None or c.folder.url != apart_from.url)
-    return [candidate.name for candidate in others if condition_of(candidate).whole]
 
 
 def _only_or_newest(folder: Folder) -> LocatedCheckpoint:
@@ -238,7 +228,8 @@ def whole_checkpoints_text(folder: Folder, apart_from: Folder | None = None) -> 
         folder: folder of checkpoints.
         apart_from: folder of a checkpoint to leave out.
     """
-    whole = whole_checkpoints(folder, apart_from)
+    others = (c for c in checkpoints_below(folder) if apart_from is None or c.folder.url != apart_from.url)
+    whole = [candidate.name for candidate in others if condition_of(candidate).whole]
     if not whole:
         return "no other checkpoint there is whole"
     return f"whole checkpoints there: {shortened(whole, _MAX_NAMED)} (give one as the tag)"
@@ -278,3 +269,75 @@ def _relative(text: str, folder: Folder) -> str:
 def _by_numbers(name: str) -> list[tuple[int, str]]:
     """Return a sort key by which ``step_9`` comes before ``step_10``."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in _DIGITS.split(name)]
+
+
+def format_in(folder: Folder) -> str | None:
+    """Return the format of the checkpoint in `folder` itself: "ort_zero", "deepspeed", or None for no checkpoint."""
+    if folder.exists(manifest.NAME):
+        return "ort_zero"
+    return "deepspeed" if file_names.recognises(folder) else None
+
+
+def no_checkpoint(folder: Folder) -> CheckpointError:
+    """Return the error to raise for a folder in which :func:`format_in` detects no checkpoint."""
+    return CheckpointError(
+        f"{folder.path()} is neither a checkpoint of ort_zero (no {manifest.NAME}; a save that was interrupted leaves "
+        "none) nor one of DeepSpeed's (no *_model_states.pt)"
+    )
+
+
+def note_on_other(folder: Folder) -> tuple[str, ...]:
+    """Return one sentence if a checkpoint of ort_zero and one of DeepSpeed lie in the same folder."""
+    others = file_names.state_file_names(folder)
+    if not others:
+        return ()
+    note = (
+        f"{folder.path(others[0])} is of a checkpoint that DeepSpeed wrote under the same tag, and is not read; if "
+        f"DeepSpeed's checkpoint is the newer one, move {manifest.NAME} away"
+    )
+    return (note,)
+
+
+def open_checkpoint(
+    path: str, tag: str | None = None, trust_pickle: bool = False, tp_split: Sequence[str] = ()
+) -> Source:
+    """Open the checkpoint at `path`, in the format of ort_zero or DeepSpeed.
+
+    Args:
+        path: folder or fsspec URL: of one checkpoint, or of several with a file ``latest``.
+        tag: name of the checkpoint, if `path` holds several.
+        trust_pickle: unpickle every object in DeepSpeed's files, which can run code from the files.
+        tp_split: rules for how DeepSpeed's tensor-parallel ranks share tensors, as
+            :func:`~ort_zero.checkpoint.deepspeed.split_rules.parse_rules` reads them.
+
+    Raises:
+        CheckpointError: `path` has no checkpoint in either format.
+        CorruptCheckpointError: files are missing, damaged, or do not belong together.
+    """
+    return open_in(manifest.locate(path, tag), trust_pickle, tp_split)
+
+
+def open_in(folder: Folder, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Source:
+    """Open the checkpoint in `folder` itself; arguments and errors as of :func:`open_checkpoint`."""
+    with collection_paused():
+        ours = manifest.open_ours(folder)
+        if ours is not None:
+            return _with_remarks(replace(ours, notes=(*ours.notes, *note_on_other(folder))))
+        if file_names.recognises(folder):
+            from ort_zero.checkpoint.deepspeed.reader import open_deepspeed
+
+            try:
+                return _with_remarks(open_deepspeed(folder, trust_pickle, tp_split))
+            except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+                # a pickle can hold any values; the readers check the usual ones, and hostile ones cause these errors
+                said = f"{type(error).__name__}: {error}"
+                raise CorruptCheckpointError(
+                    f"{folder.path()} holds files whose content is not what DeepSpeed writes ({said})"
+                ) from error
+        raise no_checkpoint(folder)
+
+
+def _with_remarks(source: Source) -> Source:
+    """Return a checkpoint with its remarks, without the scratch buffers that DeepSpeed keeps among the states."""
+    tensors = tuple(tensor for tensor in source.tensors if not tensor.is_scratch)
+    return replace(source, tensors=tensors, notes=(*source.notes, *source.remarks()))

@@ -20,9 +20,9 @@ import torch
 from ort_zero.checkpoint.aggregation.aggregation import AggregateReport, aggregate
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import Folder, open_folder
+from ort_zero.checkpoint.finding import open_checkpoint
 from ort_zero.checkpoint.format import manifest
-from ort_zero.checkpoint.opening import open_checkpoint
-from ort_zero.checkpoint.reads.reading import ReadRequest, check_range, read_range
+from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
 from ort_zero.checkpoint.reads.training_state import read_training_state
 from ort_zero.checkpoint.records import BUFFER, Source, Tensor
 from ort_zero.errors import CheckpointError
@@ -79,16 +79,10 @@ class StoredWeight:
         Raises:
             CorruptCheckpointError: a file is missing, too short, or damaged.
         """
-        stored, tensor = dtypes.torch_dtype(self._tensor.dtype), self._tensor
-        elements = tensor.elements
-        if tensor.strides is not None:  # its piece spans a range of the storage
-            elements = tensor.pieces[0].length // dtypes.itemsize(tensor.dtype)
-        values = torch.empty(elements, dtype=stored)
-        request = ReadRequest(tensor=tensor, start=0, length=elements, target=values)
-        check_range(self._folder, request)
-        read_range(self._folder, request)
-        shaped = values.view(self.shape) if tensor.strides is None else values.as_strided(self.shape, tensor.strides)
-        return shaped.to(self.dtype).contiguous()
+        tensor, values = self._tensor, torch.empty(self._tensor.elements, dtype=self.dtype)
+        request = ReadRequest(tensor=tensor, start=0, length=tensor.elements, target=values)
+        CheckedReader(self._folder, {}).read([request])
+        return values.view(self.shape)
 
 
 def stored_weights(source: Source, exclude_frozen_parameters: bool = False) -> dict[str, StoredWeight]:

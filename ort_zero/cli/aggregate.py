@@ -54,7 +54,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--dry-run", action="store_true", help="list the files that would be written, and write none")
     parser.add_argument("--no-verify", action="store_true", help="do not check the source's checksums")
     parser.add_argument("--overwrite", action="store_true", help="replace what an earlier run wrote into DST")
-    parser.add_argument("--model-card", action="store_true", help="write the stub of a model card, README.md")
     names = parser.add_argument_group("names and adapters")
     names.add_argument("--strip-prefix", metavar="P", action="append", default=[], help="take P off names; repeatable")
     names.add_argument(
@@ -92,7 +91,6 @@ def run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             strict=args.strict,
             trust_pickle=args.trust_pickle,
-            model_card=args.model_card,
             tp_split=args.tp_split,
             strip_prefix=args.strip_prefix,
             rename=args.rename,

@@ -20,7 +20,7 @@ def _read_fp32_state(original):
     @functools.wraps(original)
     def read(ds_checkpoint_dir, exclude_frozen_parameters):
         from ort_zero.checkpoint import zero_to_fp32
-        from ort_zero.checkpoint.opening import open_checkpoint
+        from ort_zero.checkpoint.finding import open_checkpoint
 
         if not zero_to_fp32.is_ours(ds_checkpoint_dir):
             return original(ds_checkpoint_dir, exclude_frozen_parameters)

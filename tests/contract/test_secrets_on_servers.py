@@ -21,7 +21,6 @@ from rank_processes.ranks import free_port
 
 from ort_zero.checkpoint import aggregate, diff, list_checkpoints, verify
 from ort_zero.checkpoint.conversions.converting import convert
-from ort_zero.checkpoint.files import remote_faults
 from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.cli import main as cli
 from ort_zero.errors import CheckpointError
@@ -68,12 +67,6 @@ class Server(http.server.SimpleHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         """Print nothing."""
-
-
-@pytest.fixture(autouse=True)
-def no_patience(monkeypatch):
-    """Try nothing again: what these servers answer never changes."""
-    monkeypatch.setattr(remote_faults, "PATIENCE", 0.0)
 
 
 @pytest.fixture

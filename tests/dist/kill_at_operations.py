@@ -32,7 +32,7 @@ from ort_zero.checkpoint import load_optimizer_state, verify
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
 from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.files import storage
-from ort_zero.checkpoint.opening import open_checkpoint
+from ort_zero.checkpoint.finding import open_checkpoint
 from ort_zero.checkpoint.records import MASTER, ParamGroup, Source
 from ort_zero.checkpoint.saves.capture import Model, Shard
 from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, write_checkpoint

@@ -40,19 +40,17 @@ class Fault:
 
     Attributes:
         kind: "throttled", "broken" or "expired", which answer with 503, 500 and 400; "cut", which closes the connection
-            in the middle of the request's body, or of the answer's where the request has none; "unheard", which carries
-            the request out and closes the connection instead of an answer; "silent", which never answers.
+            in the middle of the request's body, or of the answer's where the request has none; "silent", which never
+            answers.
         where: regular expression, found in ``METHOD /bucket/key?query`` of the request.
         after: matching requests that are let through first.
         times: requests that it happens to, None for all that follow.
-        key: only to requests that are signed with this access key.
     """
 
     kind: str
     where: str = ""
     after: int = 0
     times: int | None = None
-    key: str = ""
 
 
 @dataclass
@@ -95,13 +93,13 @@ class Proxy(ThreadingHTTPServer):
         with self.lock:
             self.faults, self.traffic, self.delay = list(faults), Traffic(), delay
 
-    def fault_of(self, line: str, authorization: str) -> str | None:
+    def fault_of(self, line: str) -> str | None:
         """Return the kind of the fault that a request meets."""
         with self.lock:
             self.traffic.requests += 1
             self.traffic.lines.append(line)
             for fault in self.faults:
-                if not re.search(fault.where, line) or f"Credential={fault.key}" not in authorization:
+                if not re.search(fault.where, line):
                     continue
                 if fault.after:
                     fault.after -= 1
@@ -133,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.set(*(Fault(**fault) for fault in asked["faults"]), delay=asked["delay"])
             self._answer(200, {}, json.dumps(before).encode())
             return
-        kind = self.server.fault_of(f"{self.command} {self.path}", self.headers.get("Authorization", ""))
+        kind = self.server.fault_of(f"{self.command} {self.path}")
         if kind == "silent":
             self.server.ended.wait()
         if kind == "cut" and length:
@@ -168,9 +166,6 @@ class _Handler(BaseHTTPRequestHandler):
             if ranged:
                 with self.server.lock:
                     traffic.read += len(content)
-            if kind == "unheard":
-                self._cut()
-                return
             kept = {n: v for n, v in answer.getheaders() if n.lower() not in ("transfer-encoding", "connection")}
             self._answer(answer.status, kept, content, cut=kind == "cut")
         finally:

@@ -17,7 +17,7 @@ from checkpoint_files import MASTER, SAVED_ELSEWHERE, some_tensors, write
 from rank_processes.ranks import free_port, run_on_ranks
 from safetensors.torch import load_file
 
-from ort_zero.checkpoint.aggregation import aggregation_stream
+from ort_zero.checkpoint.aggregation import streaming
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
 from ort_zero.checkpoint.model_files import output_record
 from ort_zero.distributed.launched_ranks import from_launcher
@@ -33,7 +33,7 @@ def together(src: str, dst: str, fails: int | None = None, **options: Any) -> di
         def full(self: Any, *args: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        aggregation_stream._Writer.put = full
+        streaming.Streamer._put = full
     started = time.monotonic()
     ranks = from_launcher(src)
     try:
@@ -60,6 +60,8 @@ def full_on_rank_1(src: str, dst: str) -> dict[str, Any]:
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = {name: value for (kind, name), value in some_tensors().items() if kind in SAVED_ELSEWHERE}
+NEEDED = sum(value.numel() * value.element_size() for value in WEIGHTS.values())
+"""Bytes of the weights; a read may include small gaps between them."""
 
 
 @pytest.fixture
@@ -85,7 +87,7 @@ def test_three_ranks_write_all_files_once(src, tmp_path):
 def test_ranks_share_shards_and_agree(src, tmp_path):
     out = tmp_path / "out"
     reports = run_on_ranks(shards, 3, str(src), str(out))
-    assert reports[0]["read"] == sum(v.numel() * v.element_size() for v in WEIGHTS.values())
+    assert NEEDED <= reports[0]["read"] < 2 * NEEDED
     assert all(r["files"] == reports[0]["files"] and r["type"] is None for r in reports)
     check(out)
 
@@ -132,7 +134,7 @@ def test_torchrun_prints_one_report(src, tmp_path):
                "--max-shard-size", "200", "--json"]  # fmt: skip
     done = run(command)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout)["bytes_read"] == sum(v.numel() * v.element_size() for v in WEIGHTS.values())
+    assert NEEDED <= json.loads(done.stdout)["bytes_read"] < 2 * NEEDED
     check(tmp_path / "out")
 
 
@@ -168,7 +170,7 @@ def test_ranks_of_mpirun_meet_beside_the_destination(src, tmp_path, damaged):
             rank.kill()
     assert second == ""
     if damaged:
-        assert all(rank.returncode in (1, 2) for rank in ranks) and first == ""
+        assert all(rank.returncode in (1, 2) for rank in ranks) and first == "", [rank.returncode for rank in ranks]
         assert "rank_00000_master.safetensors is damaged" in error and os.listdir(tmp_path / "new" / "out") == []
     else:
         assert [rank.returncode for rank in ranks] == [0, 0], error

@@ -15,7 +15,7 @@ from rank_processes.ranks import run_on_ranks
 
 from ort_zero.checkpoint import verify
 from ort_zero.checkpoint.conversions.converting import convert
-from ort_zero.checkpoint.opening import open_checkpoint
+from ort_zero.checkpoint.finding import open_checkpoint
 from ort_zero.distributed.launched_ranks import from_launcher
 
 FORMATS = ("ort_zero", "deepspeed", "universal")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from deepspeed_checkpoints import ALL, BF16_OPTIMIZER, FEW, STEPS, TRAINED, Odd, Variant, checkpoint_of, read
 
+from ort_zero.checkpoint.finding import open_checkpoint
 from ort_zero.checkpoint.inspection.verification import verify
-from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Source
 from ort_zero.errors import CheckpointError
 

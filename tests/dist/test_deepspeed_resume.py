@@ -41,11 +41,7 @@ FAULTS = {
         lambda tag: shutil.copy(tag.parent / "later" / OPTIMIZER.format(1), tag),
         "of another step",
     ),
-    "mixed_module": (lambda tag: shutil.copy(tag.parent / "later" / MODULE, tag), "of another step or run"),
-    "mixed_run": (
-        lambda tag: shutil.copy(tag.parent / "other_run" / OPTIMIZER.format(0), tag),
-        "of another step or run than the weights",
-    ),
+    "mixed_module": (lambda tag: shutil.copy(tag.parent / "later" / MODULE, tag), "of another step than the masters"),
 }
 
 
@@ -57,10 +53,6 @@ def save_and_damage(engine: Any, folder: Path) -> None:
         if tag != "unknown_class":
             train(engine, range(2))
         own(engine, str(folder), tag=tag, client_state=client)
-    other = engine_of(2, "bf16", seed=3)
-    train(other, range(2))
-    own(other, str(folder), tag="other_run")
-    other.destroy()
     if dist.get_rank() == 0:
         for name, (damage, _) in FAULTS.items():
             shutil.copytree(folder / "good", folder / name)

@@ -20,7 +20,7 @@ from checkpoint_engines import values_of
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint import aggregate, load, verify
-from ort_zero.checkpoint.opening import open_checkpoint
+from ort_zero.checkpoint.finding import open_checkpoint
 from ort_zero.checkpoint.records import BUFFER, MASTER
 from ort_zero.errors import CheckpointError
 

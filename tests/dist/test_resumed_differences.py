@@ -347,22 +347,6 @@ def test_states_that_were_offloaded_are_saved_and_resumed(away, tmp_path):
     engine.destroy()
 
 
-def test_a_checkpoint_that_holds_deepspeeds_scratch_buffers_loads(tmp_path):
-    """Releases before the fix wrote ``exp_avg_offload_buffer`` as an optimizer state."""
-    golden = Path(__file__).resolve().parents[1] / "golden" / "checkpoint_v1_offloaded"
-    text = (golden / "saved" / "manifest.json").read_text()
-    assert "exp_avg_offload_buffer" in text
-    assert verify(str(golden)).ok
-    engine = by_deepspeed("Adam", torch.nn.Linear(3, 2))
-    assert engine.load_checkpoint(str(golden))[0] and engine.global_steps == 2
-    (states,) = engine.optimizer.optimizer.state.values()
-    assert set(states) == {"step", "exp_avg", "exp_avg_sq"} and states["exp_avg"].any()
-    train(engine, 1, width=3)
-    engine.destroy()
-    aggregate(str(golden), str(tmp_path / "model"), what="weights+optimizer")
-    assert "offload_buffer" not in (tmp_path / "model" / "optimizer.json").read_text()
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_muon_whose_groups_have_other_states_is_resumed(stage, tmp_path):
     def states(engine: Any) -> list[set[str]]:

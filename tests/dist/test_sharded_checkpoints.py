@@ -22,7 +22,7 @@ from deepspeed_checkpoints import read
 from rank_processes.ranks import run_on_ranks
 
 from ort_zero.checkpoint import aggregate, verify
-from ort_zero.checkpoint.opening import open_checkpoint
+from ort_zero.checkpoint.finding import open_checkpoint
 
 WORLDS = (1, 2, 3, 4)
 STAGES = (0, 1, 2, 3)

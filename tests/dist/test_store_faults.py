@@ -1,14 +1,12 @@
 """An object store that throttles, breaks, cuts connections and lets credentials expire, in the middle of everything.
 
-What may be over in a moment is tried again. What stays is one error on all ranks that names the URL and the way out;
-then nothing half-written is taken for whole, and the next run ends the uploads that are left.
+What is over in a moment is tried again by the library below fsspec. What stays is one error on all ranks that names the
+URL and the way out; then nothing half-written is taken for whole.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +16,10 @@ from checkpoint_files import write
 from deepspeed_setup import ds_config, start
 from object_store import Fault, Proxy, environment_of, led_to_a_server, proxy_before, s3_server, set_faults, traffic_of
 from rank_processes.ranks import run_on_ranks
+from s3fs import S3FileSystem
 
 from ort_zero.checkpoint import aggregate, convert, diff, verify
-from ort_zero.checkpoint.files import remote_faults, remote_storage
+from ort_zero.checkpoint.files import remote_storage
 from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.checkpoint.records import MASTER
 from ort_zero.errors import CheckpointError
@@ -30,10 +29,8 @@ RUN = "s3://models/run/whole"
 TAG = "global_step7"
 """What its manifest says."""
 SECRETS = ("a_secret_of_nobody", "Credential=")
-PATIENCE = 0.3
-"""Seconds that operations are tried for in these tests, beside the tries of the library below."""
-QUICK = {"AWS_MAX_ATTEMPTS": "1", "AWS_RETRY_MODE": "standard"}
-"""Lets that library give up soon too."""
+QUICK = {"AWS_MAX_ATTEMPTS": "4", "AWS_RETRY_MODE": "standard"}
+"""One try more than there are passing faults: a request may meet all of them."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +43,7 @@ def store(tmp_path_factory) -> Iterator[Proxy]:
         led_to_a_server({**environment_of(proxy.url), **QUICK}),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(remote_faults, "PATIENCE", PATIENCE)
+        patch.setattr(S3FileSystem, "retries", 3)
         client().create_bucket(Bucket="models")
         tensors = {(kind, f"{name}.weight"): torch.randn(768, 1024)
                    for name in ("first", "second") for kind in (MASTER, "exp_avg", "exp_avg_sq")}  # fmt: skip
@@ -103,11 +100,10 @@ ACTIONS = {"verify": verified, "aggregate": aggregated, "convert": converted, "d
 
 @pytest.mark.parametrize("name", ["verify", "aggregate", "convert", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_what_is_over_in_a_moment_is_tried_again(store, monkeypatch, name):
-    monkeypatch.setattr(remote_faults, "PATIENCE", 20.0)
-    monkeypatch.setattr(remote_storage, "CHUNK", 1 << 20)
+    monkeypatch.setattr(remote_storage, "RANGE_BYTES", 1 << 20)
     faults = [Fault(kind, where, after=after, times=1)
               for where in ("GET /models/run", f"PUT .*{name}") for after, kind in enumerate(PASSING)]  # fmt: skip
-    store.set(*faults, Fault("unheard", f"POST .*{name}.*uploadId", times=1), delay=0.02)
+    store.set(*faults, delay=0.02)
     ACTIONS[name](f"s3://models/passing_{name}")
     traffic = store.traffic
     assert traffic.faults >= (len(PASSING) if name == "verify" else 2 * len(PASSING))
@@ -139,14 +135,14 @@ QUICK_ONES = {("verify", "throttled"), ("verify", "expired"), ("aggregate", "bro
     [pytest.param(name, kind, marks=() if (name, kind) in QUICK_ONES else pytest.mark.slow)
      for name in ACTIONS for kind in (*PASSING, "expired")],
 )  # fmt: skip
-def test_what_stays_is_one_error_and_the_next_run_cleans_up(store, name, kind):
-    """Reading fails, then writing in the middle; then it is done again, after what a killed run has left."""
+def test_what_stays_is_one_error_and_the_next_run_succeeds(store, name, kind):
+    """Reading fails, then writing in the middle; then it is done again."""
     destination = f"s3://models/lasting_{name}_{kind}"
-    ways = {"throttled": "let fewer processes", "expired": "renew the credentials"}
     faults = [Fault(kind, "GET /models/run/whole/rank", after=2)]
     if name != "verify":
         # with credentials that have expired nothing can be removed either
-        faults.append(Fault(kind, f"lasting_{name}" if kind == "expired" else f"PUT .*lasting_{name}.*partNumber=2",
+        part = "" if name == "deepspeed" else ".*partNumber"
+        faults.append(Fault(kind, f"lasting_{name}" if kind == "expired" else f"PUT .*lasting_{name}{part}",
                             after=4 if kind == "expired" else 0))  # fmt: skip
     for fault in faults:
         store.set(fault)
@@ -154,7 +150,7 @@ def test_what_stays_is_one_error_and_the_next_run_cleans_up(store, name, kind):
             ACTIONS[name](destination)
         text = str(raised.value)
         assert ("s3://models/run/whole/rank" if fault is faults[0] else destination) in text, text
-        assert ways.get(kind, "do it again when the store answers") in text, text
+        assert "do it again when the store answers, with credentials that it accepts" in text, text
         assert not any(secret in text for secret in SECRETS), text
         store.set()
         names = open_folder(destination).names() + open_folder(f"{destination}/{TAG}").names()
@@ -163,13 +159,8 @@ def test_what_stays_is_one_error_and_the_next_run_cleans_up(store, name, kind):
     if name == "verify":
         return
     where = f"{TAG}/" if name != "aggregate" else ""
-    left = {"aggregate": ".model.safetensors.01234567.partial", "convert": ".rank_00001_master.safetensors.0.partial",
-            "deepspeed": ".mp_rank_00_model_states.pt.0.partial"}[name]  # fmt: skip
-    key = f"lasting_{name}_{kind}/{where}{left}"
-    client().create_multipart_upload(Bucket="models", Key=key)
-    client().create_multipart_upload(Bucket="models", Key="somebody_elses")
     ACTIONS[name](destination)
-    assert uploads() == ["somebody_elses"]
+    assert kind == "expired" or uploads() == []
     assert not [one for one in open_folder(f"{destination}/{where}").names() if one.endswith(".partial")]
 
 
@@ -197,14 +188,12 @@ def trained(made: Any) -> float:
     return loss.item()
 
 
-def save_and_load(url: str, credentials: str) -> dict[str, Any]:
-    """Save and load on two ranks with faults that pass, with some that stay, with credentials that expire."""
+def save_and_load(url: str) -> dict[str, Any]:
+    """Save and load on two ranks with faults that pass, with some that stay, with credentials that have expired."""
     rank = start()
-    remote_faults.PATIENCE = PATIENCE
     found: dict[str, Any] = {}
 
-    def attempt(name: str, action: Callable[[], Any], *faults: Fault, patience: float = PATIENCE) -> None:
-        remote_faults.PATIENCE = patience
+    def attempt(name: str, action: Callable[[], Any], *faults: Fault) -> None:
         torch.distributed.barrier()
         if rank == 0:
             set_faults(url, *faults, delay=0.02)
@@ -227,7 +216,7 @@ def save_and_load(url: str, credentials: str) -> dict[str, Any]:
         return sum(parameter.detach().double().sum().item() for parameter in made.module.parameters())
 
     passing = [Fault(kind, "PUT .*trained", after=i, times=1) for i, kind in enumerate(PASSING)]
-    attempt("passing save", lambda: save("passing"), *passing, patience=20.0)
+    attempt("passing save", lambda: save("passing"), *passing)
     saved = value()
     for kind in PASSING:
         attempt(f"save {kind}", lambda kind=kind: save(f"lasting_{kind}"), Fault(kind, "PUT .*rank_00001_optimizer"))
@@ -237,34 +226,21 @@ def save_and_load(url: str, credentials: str) -> dict[str, Any]:
         attempt(f"load {kind}", load, Fault(kind, "GET .*passing/rank_00001", after=1))
     found["untouched"] = (saved, here, value())
     passing = [Fault(kind, "GET .*trained", after=i, times=1) for i, kind in enumerate(PASSING)]
-    attempt("passing load", load, *passing, patience=20.0)
+    attempt("passing load", load, *passing)
     found["loaded"] = value() == saved
     attempt("counted load", load)
-    expired = Fault("expired", "trained/expired", after=9, key="old")
-    attempt("expired", lambda: save("expired"), expired)
-    if rank == 0:
-        Path(credentials).write_text(CREDENTIALS.format("new"))
-    attempt("renewed", lambda: save("expired"), Fault("expired", "trained", key="old"))
+    attempt("expired", lambda: save("expired"), Fault("expired", "trained/expired", after=9))
     return found
 
 
-CREDENTIALS = "[default]\naws_access_key_id = {}\naws_secret_access_key = a_secret_of_nobody\n"
-
-
-def test_ranks_save_and_load(store, tmp_path):
-    path = tmp_path / "credentials"
-    path.write_text(CREDENTIALS.format("old"))
-    env = {**environment_of(store.url), **QUICK, "AWS_SHARED_CREDENTIALS_FILE": str(path)}
-    del env["AWS_ACCESS_KEY_ID"], env["AWS_SECRET_ACCESS_KEY"]
-    with pytest.MonkeyPatch.context() as patch:  # of this process, which the ranks inherit
-        patch.delenv("AWS_ACCESS_KEY_ID")
-        patch.delenv("AWS_SECRET_ACCESS_KEY")
-        results = run_on_ranks(save_and_load, 2, store.url, str(path), timeout=200, env=env)
+def test_ranks_save_and_load(store):
+    env = {**environment_of(store.url), **QUICK}
+    results = run_on_ranks(save_and_load, 2, store.url, timeout=200, env=env)
     store.set()
     folder = open_folder("s3://models/trained")
     for rank, found in enumerate(results):
         print({name: round(one["seconds"], 1) for name, one in found.items() if isinstance(one, dict)})
-        for name in ("passing save", "passing load", "renewed"):
+        for name in ("passing save", "passing load"):
             assert found[name]["type"] is None, (rank, name, found[name])
         assert found["passing save"]["traffic"].faults == found["passing load"]["traffic"].faults == len(PASSING)
         saved, here, after = found["untouched"]
@@ -277,17 +253,16 @@ def test_ranks_save_and_load(store, tmp_path):
             assert one["type"] in ("CheckpointError", "RankError"), one
             assert "s3://models/trained/passing/rank_00001" in one["text"], one
         assert found["expired"]["type"] in ("CheckpointError", "RankError")
-        assert "renew the credentials" in found["expired"]["text"]
+        assert "with credentials that it accepts" in found["expired"]["text"]
         assert not any(secret in str(found) for secret in SECRETS)
         counted = found["counted load"]["traffic"]
         needed = size_of("s3://models/trained/passing")
         assert counted.read <= 1.05 * needed
-    for tag in ("passing", "expired"):
-        assert verify("s3://models/trained", tag, progress=False).ok
+    assert verify("s3://models/trained", "passing", progress=False).ok
     assert uploads() == []
     for kind in PASSING:
         assert folder.child(f"lasting_{kind}").names() == []
-    assert folder.read("latest") == b"expired"
+    assert folder.read("latest") == b"passing"
 
 
 @pytest.mark.slow
@@ -295,4 +270,4 @@ def test_a_store_that_never_answers_ends_in_an_error(store, monkeypatch):
     store.set(Fault("silent", "GET /models/run/whole/rank_00001"))
     with pytest.raises(CheckpointError, match="do it again when the store answers"):
         aggregated("s3://models/silent")
-    assert open_folder("s3://models/silent").names() == [] and os.environ["AWS_MAX_ATTEMPTS"] == "1"
+    assert open_folder("s3://models/silent").names() == []

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint_files
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint import aggregate
 from ort_zero.checkpoint.aggregation import lora_merge
+from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.cli import main as cli
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
@@ -131,8 +133,6 @@ def test_dora_conv_and_tied_weights_are_refused(tmp_path):
     checkpoint_files.write(tmp_path / "e", tensors(), aliases={f"{P}head2": f"{P}emb.base_layer.weight"}, **fields)
     with pytest.raises(CheckpointError, match="is tied to"):
         merged(tmp_path / "e", tmp_path / "out")
-    with pytest.raises(CheckpointError, match="in local files only"):
-        merged(save(tmp_path / "f", tensors()), "memory://merged")
 
 
 def test_a_damaged_adapter_is_not_merged(tmp_path):
@@ -217,3 +217,14 @@ def test_wrong_names_are_refused(tmp_path, options, message):
     checkpoint_files.write(tmp_path / "c")
     with pytest.raises(CheckpointError, match=message):
         aggregate(tmp_path / "c", tmp_path / "out", progress=False, **options)
+
+
+def test_a_merge_goes_into_a_store_too(tmp_path):
+    path = save(tmp_path / "c", tensors())
+    merged(path, tmp_path / "out")
+    aggregate(path, "memory://merged", merge_lora=True, progress=False)
+    try:
+        remote = open_folder("memory://merged").read("model.safetensors")
+    finally:
+        fsspec.filesystem("memory").rm("/merged", recursive=True)
+    assert remote == (tmp_path / "out" / "model.safetensors").read_bytes()

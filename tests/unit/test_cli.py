@@ -261,7 +261,7 @@ def test_options_are_frozen():
     common = ["--debug", "--help", "--json", "--quiet", "-h", "-q"]
     aggregate = [
         "--adapter", "--base", "--from", "--merge-lora", "--part", "--rename", "--strip-prefix",
-        "--dry-run", "--dtype", "--exclude-frozen", "--format", "--max-shard-size", "--model-card", "--no-verify",
+        "--dry-run", "--dtype", "--exclude-frozen", "--format", "--max-shard-size", "--no-verify",
         "--overwrite", "--strict", "--tag", "--tp-split", "--trust-pickle", "--what", "--workers",
     ]  # fmt: skip
     convert = [

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from ort_zero.checkpoint import opening
+from ort_zero.checkpoint import finding
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.garbage import collection_paused
 
@@ -31,14 +31,14 @@ def test_a_collector_that_is_off_stays_off():
 
 def test_it_rests_while_a_checkpoint_is_opened(tmp_path, monkeypatch):
     seen = []
-    real = opening.manifest.open_ours
-    monkeypatch.setattr(opening.manifest, "open_ours", lambda folder: seen.append(gc.isenabled()) or real(folder))
+    real = finding.manifest.open_ours
+    monkeypatch.setattr(finding.manifest, "open_ours", lambda folder: seen.append(gc.isenabled()) or real(folder))
     (tmp_path / "a").touch()
     with pytest.raises(CheckpointError):
-        opening.open_checkpoint(str(tmp_path / "a" / ".."), None)
+        finding.open_checkpoint(str(tmp_path / "a" / ".."), None)
     with pytest.raises(CheckpointError):
         (tmp_path / "latest").write_text("t")
         (tmp_path / "t").mkdir()
         (tmp_path / "t" / "x").touch()
-        opening.open_checkpoint(str(tmp_path), None)
+        finding.open_checkpoint(str(tmp_path), None)
     assert seen == [False] and gc.isenabled()

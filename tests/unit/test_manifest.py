@@ -126,7 +126,7 @@ def test_what_is_no_manifest_says_so(data):
 
 
 def test_a_later_version_is_refused():
-    with pytest.raises(CheckpointError, match="format version 4, this version of ort_zero reads 1 to 3"):
+    with pytest.raises(CheckpointError, match="format version 4, this version of ort_zero reads 2 and 3"):
         manifest.parse(edited(lambda t: t.update(version=4)), "m")
 
 

@@ -61,7 +61,7 @@ def test_nothing_that_commands_print_or_write_holds_a_secret(there, tmp_path, ca
     commands = [
         (["ls", there], 0),
         (["verify", there], 0),
-        (["aggregate", there, out, "--model-card"], 0),
+        (["aggregate", there, out], 0),
         (["aggregate", there, remote], 0),
         (["diff", there, out], 0),
         (["diff", there, remote], 0),
@@ -83,7 +83,7 @@ def test_nothing_that_commands_print_or_write_holds_a_secret(there, tmp_path, ca
     memory = fsspec.filesystem("memory")
     stored = b"".join(memory.cat_file(path) for path in memory.find("/"))
     assert SECRET not in contents(tmp_path) and SECRET.encode() not in stored
-    assert (tmp_path / "out" / "README.md").exists()
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_damaged_files_and_reports(there, tmp_path, capfd):

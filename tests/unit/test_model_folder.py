@@ -286,28 +286,3 @@ def test_files_between_the_checkpoint_and_what_the_user_named(tmp_path):
     assert "tokenizer.json" not in aggregate(run, tmp_path / "a", progress=False).copied
     report = aggregate(tmp_path / "run", tmp_path / "b", progress=False)
     assert report.copied["tokenizer.json"] == str(tmp_path / "run")
-
-
-def test_model_card(tmp_path):
-    model = gpt2()
-    run = save(tmp_path / "run", model)
-    model.config.architectures = ["GPT2LMHeadModel"]
-    model.config.save_pretrained(run)
-    assert cli.main(["aggregate", str(run), str(tmp_path / "out"), "--dtype", "bf16", "--model-card"]) == 0
-    text = (tmp_path / "out" / "README.md").read_text()
-    assert text.startswith("---\nlibrary_name: transformers\n---\n\n# GPT2LMHeadModel\n")
-    parameters = sum(p.numel() for p in model.parameters())
-    for fact in (
-        f"{parameters:,}",
-        "BF16",
-        "| training steps | 4 |",
-        "ZeRO-1 on 2 ranks",
-        "global_step4",
-        "## License",
-    ):
-        assert fact in text, fact
-    (tmp_path / "out" / "README.md").write_text("# written by hand\n")
-    with pytest.raises(CheckpointError, match="changed since: README.md"):
-        aggregate(run, tmp_path / "out", overwrite=True, model_card=True, progress=False)
-    aggregate(run, tmp_path / "out", overwrite=True, progress=False)
-    assert (tmp_path / "out" / "README.md").read_text() == "# written by hand\n"

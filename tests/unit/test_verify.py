@@ -66,7 +66,7 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 @pytest.mark.parametrize("kind", ["a FIFO", "a folder"])
 @pytest.mark.parametrize(
     ("checkpoint", "file"),
-    [("deepspeed_zero2", MODULE), ("deepspeed_zero2", STATES), ("checkpoint_v1", SHARD)],
+    [("deepspeed_zero2", MODULE), ("deepspeed_zero2", STATES), ("checkpoint_v3", SHARD)],
 )
 def test_what_is_no_file_makes_a_checkpoint_bad_and_hides_no_other_problem(tmp_path, capsys, checkpoint, file, kind):
     folder = shutil.copytree(GOLDEN / checkpoint / "saved", tmp_path / "saved")

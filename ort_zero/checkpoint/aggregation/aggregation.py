@@ -9,27 +9,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ort_zero.checkpoint.aggregation import model_card as model_card_stub
-from ort_zero.checkpoint.aggregation.aggregation_plan import Plan, make_plan
+from ort_zero import env
+from ort_zero.checkpoint.aggregation.aggregation_plan import OutputFile, Plan, make_plan, split
 from ort_zero.checkpoint.aggregation.destination import existing_names, make_folder, removable_names
-from ort_zero.checkpoint.aggregation.publishing import Publication
+from ort_zero.checkpoint.aggregation.publishing import Job, publish
 from ort_zero.checkpoint.aggregation.safetensors_files import open_safetensors
-from ort_zero.checkpoint.aggregation.writing import Job, write
+from ort_zero.checkpoint.aggregation.streaming import Findings, Streamer
 from ort_zero.checkpoint.files.allowed_names import is_config_name
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.model_files import remote_code
 from ort_zero.checkpoint.model_files.config_files import ConfigFile, config_files_beside, with_dtype
 from ort_zero.checkpoint.model_files.selection import ADAPTER, Choices, Selected, select
+from ort_zero.checkpoint.piece_runs import first_and_count
+from ort_zero.checkpoint.reads.record_checks import check_records_of
 from ort_zero.checkpoint.records import MAX_NAMED, Source
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError
 from ort_zero.masking import masked
 from ort_zero.utils.garbage import collection_paused
+from ort_zero.utils.progress import bar
 from ort_zero.utils.text import shortened
 
 _NO_LIMIT = 1 << 62
 """Bytes per file that no adapter reaches: PEFT reads a single file."""
+_MIN_BYTES_PER_THREAD = 16 << 20
+"""Minimum number of bytes per thread: below it, another thread costs more time than it saves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +86,6 @@ def aggregate(
     overwrite: bool = False,
     strict: bool = False,
     trust_pickle: bool = False,
-    model_card: bool = False,
     tp_split: Sequence[str] = (),
     strip_prefix: Sequence[str] = (),
     rename: Sequence[str] = (),
@@ -116,7 +120,6 @@ def aggregate(
             other files stay. A file of another program under the name of an output file is an error.
         strict: refuse weights with NaN or inf, or with values too large for `dtype`, instead of a warning.
         trust_pickle: unpickle every object in DeepSpeed's files, which can run code from the files.
-        model_card: write the stub of a model card, ``README.md``, as well.
         tp_split: how tensor-parallel ranks share tensors, if the checkpoint does not record it: rules such as
             "*.o_proj.weight=1", or names of JSON files of rules.
         strip_prefix: prefixes to remove from the names of tensors, one after the other.
@@ -147,7 +150,8 @@ def aggregate(
             choices = Choices(
                 what=what, strip_prefix=strip_prefix, rename=rename, merge_lora=merge_lora, adapter=adapter
             )
-            selected = _select(source, choices, configs, target)
+            texts = {name: text.encode() for name, text in source.config.items()}
+            selected = select(source, choices, {**{name: file.content for name, file in configs.items()}, **texts})
             is_adapter = what == ADAPTER
             if base is not None:
                 selected = replace(selected, source=_filled(selected.source, os.fspath(base)))
@@ -163,18 +167,18 @@ def aggregate(
                 stem=selected.stem,
                 places=selected.places,
             )
-            job = _prepare(selected, plan, configs, target, overwrite, model_card)
+            job = _prepare(selected, plan, configs, target, overwrite)
             if not dry_run:
-                for name in (*(file.name for file in plan.files), *job.publication.extras):
+                for name in (*(file.name for file in plan.files), *job.extras):
                     make_folder(target.child(name.rpartition("/")[0]) if "/" in name else target)
     job = ranks.broadcast(job)
     folder = open_folder(job.root)
     sizes = {file.name: file.size for file in job.plan.files}
     warnings = job.warnings
     if not dry_run:
-        notes, sizes = write(job, folder, target, ranks, workers=workers, verify=verify, strict=strict, shown=progress)
+        notes, sizes = _write(job, folder, target, ranks, workers=workers, verify=verify, strict=strict, shown=progress)
         warnings += notes
-    sizes = {**sizes, **{name: len(data) for name, data in job.publication.small_files().items()}}
+    sizes = {**sizes, **{name: len(data) for name, data in job.small_files().items()}}
     return AggregateReport(
         **job.about,
         destination=target.path(),
@@ -189,21 +193,6 @@ def aggregate(
         dry_run=dry_run,
         warnings=warnings,
     )
-
-
-def _select(source: Source, choices: Choices, configs: Mapping[str, ConfigFile], target: Folder) -> Selected:
-    """Return the tensors of the checkpoint to write, with their names in the output.
-
-    Raises:
-        CheckpointError: see :func:`select`, or LoRA would be merged into a remote file, which cannot be changed.
-    """
-    texts = {name: text.encode() for name, text in source.config.items()}
-    selected = select(source, choices, {**{name: file.content for name, file in configs.items()}, **texts})
-    if selected.merges and not isinstance(target, LocalFolder):
-        raise CheckpointError(
-            f"LoRA is merged in local files only: write to a local folder, then copy to {target.path()}"
-        )
-    return selected
 
 
 def _filled(source: Source, base: str) -> Source:
@@ -257,7 +246,6 @@ def _prepare(
     configs: Mapping[str, ConfigFile],
     target: Folder,
     overwrite: bool,
-    with_card: bool,
 ) -> Job:
     """Check the destination; return the job for all ranks.
 
@@ -268,13 +256,13 @@ def _prepare(
     written = {file.name for file in plan.files} | plan.texts.keys()
     existing = existing_names(target, source.root, (*written, *configs), overwrite)
     small_files, copied = _config_files(selected, plan, configs)
-    if with_card:
-        small_files[model_card_stub.NAME] = model_card_stub.model_card(source, plan, small_files)
     removable = removable_names(target, existing, written, small_files)
     return Job(
-        publication=Publication(
-            plan=plan, extras=small_files, token=uuid.uuid4().hex[:8], existing=frozenset(existing), removable=removable
-        ),
+        plan=plan,
+        extras=small_files,
+        token=uuid.uuid4().hex[:8],
+        existing=frozenset(existing),
+        removable=removable,
         root=source.root,
         files=source.files,
         merges=selected.merges,
@@ -328,3 +316,87 @@ def _missing_files(selected: Selected, small_files: Mapping[str, bytes], existin
             "no config.json beside the checkpoint: put the model's config.json into the destination for from_pretrained"
         )
     return sentences
+
+
+def _write(
+    job: Job,
+    folder: Folder,
+    target: Folder,
+    ranks: RankGroup,
+    *,
+    workers: int | None,
+    verify: bool,
+    strict: bool,
+    shown: bool,
+) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Write and publish all files; return the warnings and the size in bytes of each file by name.
+
+    All ranks must call. After an error before the files get their names, the destination has its earlier content.
+
+    Args:
+        job: the plan of rank 0.
+        folder: folder of the checkpoint.
+        target: the destination.
+        ranks: all ranks of the aggregation.
+        workers: threads per rank, or None for a number that suits the bytes to write.
+        verify: compare the bytes that are read with their checksums.
+        strict: refuse NaN, inf, and values too large for the dtype.
+        shown: show a progress bar on rank 0.
+
+    Raises:
+        CorruptCheckpointError: the checkpoint is damaged.
+        CheckpointError: `workers` is below one, or `strict` refuses values.
+        RankError: another rank failed.
+    """
+    rank_files = split(job.plan, ranks.rank, ranks.size)
+    threads = _thread_count(workers, sum(file.size for file in rank_files))
+    total = _source_bytes(rank_files)
+    try:
+        with (
+            ranks.raise_on_all("writing"),
+            bar(total, "aggregate", shown=shown and not ranks.rank) as progress,
+        ):
+            streamer = Streamer(
+                folder,
+                job.files,
+                target,
+                job.token,
+                merges=job.merges,
+                verify=verify,
+                advance=progress.update,
+            )
+            streamer.write(rank_files, threads)
+        if verify:
+            check_records_of(folder, job.files, streamer.findings.parts, ranks)
+        warnings = _warnings(ranks, streamer.findings)
+        if strict and warnings:
+            raise CheckpointError(f"{job.root}: {'; '.join(warnings)}; refused by --strict")
+        return warnings, publish(job, rank_files, target, ranks)
+    except BaseException:
+        for file in job.plan.files:
+            target.discard(file.name, job.token)
+        raise
+
+
+def _warnings(ranks: RankGroup, findings: Findings) -> tuple[str, ...]:
+    """Return one warning per kind of value that the findings of all ranks report."""
+    gathered = ranks.gather((findings.not_finite, findings.overflown))
+    texts = ("NaN or inf in {}", "values too large for the dtype became inf in {}")
+    names_by_text = (sorted(set().union(*(pair[i] for pair in gathered))) for i in range(len(texts)))
+    return tuple(text.format(shortened(names, MAX_NAMED)) for text, names in zip(texts, names_by_text) if names)
+
+
+def _source_bytes(files: tuple[OutputFile, ...]) -> int:
+    pieces = (item for file in files for entry in file.entries for item in first_and_count(entry.tensor.pieces))
+    return sum(count * piece.length for piece, count in pieces)
+
+
+def _thread_count(requested: int | None, size: int) -> int:
+    """Return the number of threads of a rank that writes `size` bytes.
+
+    Raises:
+        CheckpointError: `requested` is below 1.
+    """
+    if requested is not None and requested < 1:
+        raise CheckpointError(f"workers is {requested}, must be at least 1")
+    return requested or max(1, min(env.threads_per_rank(), size // _MIN_BYTES_PER_THREAD))

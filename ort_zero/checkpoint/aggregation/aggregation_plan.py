@@ -2,7 +2,7 @@
 
 plan = make_plan(source, what="weights", dtype="bf16", max_shard_size="5GB")
 for file in split(plan, rank, world_size):
-    ...  # ort_zero.checkpoint.aggregation.aggregation_stream writes the file
+    ...  # ort_zero.checkpoint.aggregation.streaming writes the file
 """
 
 from __future__ import annotations

@@ -6,11 +6,10 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from ort_zero.checkpoint.aggregation import model_card as model_card_stub
 from ort_zero.checkpoint.files.allowed_names import is_module_config_name
 from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.finding import format_in
 from ort_zero.checkpoint.model_files import output_record
-from ort_zero.checkpoint.opening import format_in
 from ort_zero.checkpoint.records import MAX_NAMED
 from ort_zero.distributed.launched_ranks import RENDEZVOUS
 from ort_zero.errors import CheckpointError
@@ -22,7 +21,7 @@ _OUTPUT_NAME = re.compile(
     r"|(pytorch_model|adapter_model|diffusion_pytorch_model)(-\d{5}-of-\d{5}(\.[0-9a-f]{8})?)?\.bin"
     r"|(diffusion_)?pytorch_model\.bin\.index\.json"
 )
-_PARTIAL_NAME = re.compile(rf"\.(?P<name>.+?)(\.data)?\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
+_PARTIAL_NAME = re.compile(rf"\.(?P<name>.+?)\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
 
 
 def existing_names(target: Folder, root: str, written: Iterable[str], overwrite: bool) -> list[str]:
@@ -101,7 +100,7 @@ def is_left_over(name: str) -> bool:
     name = match["name"]
     return (
         is_module_config_name(name)
-        or name in (output_record.NAME, model_card_stub.NAME)
+        or name == output_record.NAME
         or name.endswith(".py")
         or bool(_OUTPUT_NAME.fullmatch(name))
     )

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ort_zero.checkpoint.aggregation.aggregation_plan import OutputFile, Plan
-from ort_zero.checkpoint.aggregation.destination import is_left_over
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.model_files import output_record
+from ort_zero.checkpoint.model_files.adapters import Merge
+from ort_zero.checkpoint.records import File
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 
 _SHARD = re.compile(r"(?P<stem>.+-\d{5}-of-\d{5})(?P<end>\.[a-z]+)")
@@ -24,10 +26,20 @@ _INDEX = re.compile(r".+\.index\.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Publication:
-    """The files to publish in a folder, and the old files that may be removed; the same on all ranks."""
+class Job:
+    """An aggregation as rank 0 has planned it: what is read, written and published; the same on all ranks."""
 
+    root: str
+    """Folder or URL of the checkpoint."""
+    files: Mapping[str, File]
+    """The files of the checkpoint by name."""
+    merges: Mapping[str, Merge]
+    """LoRA's matrices to add, by name of the base weight."""
+    about: Mapping[str, Any]
+    """The fields of the report that describe the source."""
+    warnings: tuple[str, ...]
     plan: Plan
+    """The files to write."""
     extras: Mapping[str, bytes]
     """Content of the configuration files by name."""
     token: str
@@ -52,7 +64,7 @@ class Publication:
         return interim
 
 
-def publish(job: Publication, rank_files: tuple[OutputFile, ...], target: Folder, ranks: RankGroup) -> dict[str, int]:
+def publish(job: Job, rank_files: tuple[OutputFile, ...], target: Folder, ranks: RankGroup) -> dict[str, int]:
     """Publish the files that all ranks wrote under partial names; return bytes by name. All ranks must call.
 
     Args:
@@ -93,18 +105,9 @@ def publish(job: Publication, rank_files: tuple[OutputFile, ...], target: Folder
             old = (job.removable | set(interim.values())) - written - {output_record.NAME}
             for name in sorted(old, key=lambda name: not _is_index(name)):
                 target.remove(name)
-            _end_left_over_uploads(target, written)
             sizes = {name: target.size(name) or 0 for name in written}
             output_record.write(target, sizes, job.token)
     return ranks.broadcast(sizes)
-
-
-def _end_left_over_uploads(target: Folder, written: Collection[str]) -> None:
-    """End the unfinished uploads of a killed run, also uploads to the names in `written`."""
-    for inner in dict.fromkeys(name.rpartition("/")[0] for name in written):
-        targets = {name.removeprefix(f"{inner}/") for name in written}
-        folder = target.child(inner) if inner else target
-        folder.end_left_over_uploads(lambda name, targets=targets: is_left_over(name) or name in targets)  # type: ignore[misc]
 
 
 def _is_index(name: str) -> bool:

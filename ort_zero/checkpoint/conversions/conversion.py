@@ -11,9 +11,7 @@ import torch
 from ort_zero.checkpoint.files.scratch import Scratch
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.format.values import decode_in_json
-from ort_zero.checkpoint.reads.checked_reads import CheckedReader
-from ort_zero.checkpoint.reads.leftovers import Leftovers
-from ort_zero.checkpoint.reads.reading import ReadRequest
+from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
 from ort_zero.checkpoint.reads.training_state import TrainingState, read_training_state
 from ort_zero.checkpoint.records import BUFFER, MASTER, MODULE, WEIGHT, Source, Tensor, buffer_kind
 from ort_zero.errors import CheckpointError
@@ -57,9 +55,7 @@ class Conversion:
         if self.form.world_size != self.source.world_size:
             self.source = replace(self.source, tensors=tuple(t for t in self.source.tensors if not t.is_of_one_rank))
         self.folder = open_folder(self.source.root)
-        self.leftovers = Leftovers(self._place())
-        self.leftovers.wanted = False
-        self.reader = CheckedReader(self.folder, self.source.files, self.leftovers)
+        self.reader = CheckedReader(self.folder, self.source.files)
         self.scratch = Scratch()
         self.masters = self.source.by_name(MASTER)
         self.module = self.source.by_name(MODULE)
@@ -99,21 +95,7 @@ class Conversion:
     def new_scratch(self) -> None:
         """Free the memory of tensors, and reserve new memory."""
         self.scratch.close()
-        self.scratch = Scratch(self._place())
-
-    def new_rank(self, *, last: bool) -> None:
-        """Begin with the next rank of the new checkpoint; `last` says that no other rank follows on this process."""
-        self.new_scratch()
-        self.leftovers.next_file()
-        self.leftovers.wanted = not last
-
-    def close(self) -> None:
-        """Remove the temporary files."""
-        self.scratch.close()
-        self.leftovers.close()
-
-    def _place(self) -> str | None:
-        return self.target.url if isinstance(self.target, LocalFolder) else None
+        self.scratch = Scratch(self.target.url if isinstance(self.target, LocalFolder) else None)
 
     def whole(self, tensor: Tensor, dtype: torch.dtype, requests: list[ReadRequest]) -> torch.Tensor:
         """Return memory for a whole tensor, in its shape; append to `requests` the reads that fill it."""

@@ -10,7 +10,7 @@ import torch
 from ort_zero.checkpoint.conversions.conversion import EXTRA_STATE, Conversion
 from ort_zero.checkpoint.files.dtypes import torch_dtype
 from ort_zero.checkpoint.format.flat_groups import FlatGroup, zero3_groups, zero3_part, zero12_groups
-from ort_zero.checkpoint.reads.reading import ReadRequest
+from ort_zero.checkpoint.reads.checked_reads import ReadRequest
 from ort_zero.checkpoint.reads.training_state import TrainingState
 from ort_zero.checkpoint.records import Tensor
 from ort_zero.compat import deepspeed_files

@@ -8,7 +8,7 @@ from typing import Any
 from ort_zero.checkpoint.conversions.conversion import EXTRA_STATE, Conversion
 from ort_zero.checkpoint.files.dtypes import torch_dtype
 from ort_zero.checkpoint.format import manifest, values
-from ort_zero.checkpoint.reads.reading import ReadRequest
+from ort_zero.checkpoint.reads.checked_reads import ReadRequest
 from ort_zero.checkpoint.reads.training_state import OPTIONAL_KEYS
 from ort_zero.checkpoint.records import BUFFER, Tensor, buffer_kind
 from ort_zero.checkpoint.saves.capture import Model, Shard

@@ -12,7 +12,7 @@ import torch
 from ort_zero.checkpoint.conversions import convert_deepspeed
 from ort_zero.checkpoint.conversions.conversion import Conversion
 from ort_zero.checkpoint.files.dtypes import torch_dtype
-from ort_zero.checkpoint.reads.reading import ReadRequest
+from ort_zero.checkpoint.reads.checked_reads import ReadRequest
 from ort_zero.compat import deepspeed_files
 from ort_zero.errors import CheckpointError
 

@@ -22,10 +22,9 @@ from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.files.allowed_names import check_tag
 from ort_zero.checkpoint.files.dtypes import CHOICES, output_code
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
-from ort_zero.checkpoint.finding import find_source
+from ort_zero.checkpoint.finding import find_source, format_in
 from ort_zero.checkpoint.format import manifest
-from ort_zero.checkpoint.opening import format_in
-from ort_zero.checkpoint.reads.checked_reads import check_records_of
+from ort_zero.checkpoint.reads.record_checks import check_records_of
 from ort_zero.checkpoint.records import MAX_NAMED, Source
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError
@@ -87,8 +86,7 @@ def convert(
     """Write the checkpoint `src` into ``dst/TAG`` in the format `to`; `src` is never changed.
 
     Master weights and optimizer states keep every bit; 16-bit weights are the master weights, cast. The tensors of one
-    rank lie in a memory-mapped temporary file, together with bytes that were read for later ranks. So the operating
-    system decides how much memory the files take.
+    rank lie in a memory-mapped temporary file, so the operating system decides how much memory they take.
 
     Args:
         src: folder or fsspec URL: of one checkpoint of ort_zero or DeepSpeed, or of several with a file ``latest``.
@@ -140,7 +138,7 @@ def convert(
         _discard(work, ranks, written)
         raise
     finally:
-        work.close()
+        work.scratch.close()
     return ConvertReport(
         source=source.root,
         source_format=source.format,
@@ -251,7 +249,7 @@ def _write(work: Conversion, ranks: RankGroup, progress: bool) -> None:
                 convert_universal.write_rest(work)
         else:
             for rank in target_ranks:
-                work.new_rank(last=rank == target_ranks[-1])
+                work.new_scratch()
                 if choices.to == "ort_zero":
                     parts[rank] = convert_ours.write_rank(work, rank)
                 else:
@@ -297,11 +295,9 @@ def _exchange(new: str, old: str) -> None:
 
 
 def _remove_left_overs(place: Folder) -> None:
-    """Remove the partial files of a killed run from a remote checkpoint, and end its uploads."""
-    names = set(place.names())
-    for name in filter(_is_left_over, names):
+    """Remove the partial files of a killed run from a remote checkpoint."""
+    for name in filter(_is_left_over, place.names()):
         place.remove_if_possible(name)
-    place.end_left_over_uploads(lambda name: _is_left_over(name) or name in names, below=True)
 
 
 def _discard(work: Conversion, ranks: RankGroup, written: bool) -> None:

@@ -1,13 +1,13 @@
-"""Compare the values of two stored tensors, across dtypes, piece by piece."""
+"""Compare the values of two stored tensors, across dtypes, some elements at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
+from ort_zero.checkpoint.files.casting import cast
 from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.reads.checked_reads import overlaps
 from ort_zero.checkpoint.records import Tensor
 
 _STEP = 1 << 18
@@ -29,59 +29,39 @@ def same_values(folder: Folder, one: Tensor, other: Tensor, start: int = 0, end:
     """
     if one.shape != other.shape or one.strides is not None or other.strides is not None:
         return False
+    if one.dtype != other.dtype and (one.dtype != "F32" or other.dtype not in ("F16", "BF16")):
+        return False
     end = one.elements if end is None else end
     for begin in range(start, end, _STEP):
-        raw, other_raw = (_elements(folder, t, begin, min(begin + _STEP, end)) for t in (one, other))
+        raw, other_raw = (_elements(folder, tensor, begin, min(begin + _STEP, end)) for tensor in (one, other))
         if one.dtype == other.dtype:
-            same = raw.tobytes() == other_raw.tobytes()
+            same = raw == other_raw
         else:
-            expected = _rounded(raw, one.dtype, other.dtype)
-            same = expected is not None and bool(
-                np.all((expected == other_raw.view(np.uint16)) | np.isnan(raw.view(np.float32)))
-            )
+            rounded = bytearray(len(other_raw))
+            cast(raw, one.dtype, other.dtype, rounded)
+            equal = np.frombuffer(rounded, np.uint16) == np.frombuffer(other_raw, np.uint16)
+            same = bool(np.all(equal | np.isnan(np.frombuffer(raw, np.float32))))
         if not same:
             return False
     return True
 
 
-def is_constant(folder: Folder, tensor: Tensor, start: int = 0, end: int | None = None) -> bool:
-    """Return True if all elements in a range of a row-major tensor are equal; reads up to the first different one."""
-    size = itemsize(tensor.dtype)
+def is_constant(folder: Folder, tensor: Tensor) -> bool:
+    """Return True if all elements of a row-major tensor are equal; reads up to the first different one."""
     first = b""
-    end = tensor.elements if end is None else end
-    for begin in range(start, end, _STEP):
-        raw = _elements(folder, tensor, begin, min(begin + _STEP, end)).tobytes()
-        first = first or raw[:size]
-        if raw != first * (len(raw) // size):
+    for begin in range(0, tensor.elements, _STEP):
+        raw = _elements(folder, tensor, begin, min(begin + _STEP, tensor.elements))
+        first = first or bytes(raw[: itemsize(tensor.dtype)])
+        if raw != first * (len(raw) // len(first)):
             return False
     return True
 
 
-def _elements(folder: Folder, tensor: Tensor, start: int, stop: int) -> np.ndarray:
-    """Return the bytes of the elements `start` to `stop`."""
+def _elements(folder: Folder, tensor: Tensor, start: int, stop: int) -> bytearray:
+    """Return the bytes of the elements `start` to `stop`, without a comparison with checksums."""
     size = itemsize(tensor.dtype)
     data = bytearray((stop - start) * size)
-    for name, offset, length, at in _parts(tensor, start, stop, size):
-        folder.read_into(name, offset, memoryview(data)[at : at + length])
-    return np.frombuffer(data, np.uint8)
-
-
-def _parts(tensor: Tensor, start: int, stop: int, size: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (file, offset in the file, length, offset in the range) in bytes for each piece of a range of elements."""
-    for piece in tensor.pieces:
-        begin, end = max(start, piece.start), min(stop, piece.start + piece.length // size)
-        if begin < end:
-            yield piece.file, piece.offset + (begin - piece.start) * size, (end - begin) * size, (begin - start) * size
-
-
-def _rounded(raw: np.ndarray, dtype: str, to: str) -> np.ndarray | None:
-    """Return the bits of fp32 values but NaN, rounded to a 16-bit dtype as PyTorch rounds; None for other dtypes."""
-    if dtype != "F32":
-        return None
-    if to == "F16":
-        with np.errstate(over="ignore"):
-            return raw.view(np.float32).astype(np.float16).view(np.uint16)
-    if to != "BF16":
-        return None
-    bits = raw.view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    for piece, first, length in overlaps(tensor, start, stop - start):
+        at = (piece.start + first - start) * size
+        folder.read_into(piece.file, piece.offset + first * size, memoryview(data)[at : at + length * size])
+    return data

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ort_zero.checkpoint.deepspeed.file_names import EXPERT_FILE, EXPERT_OPTIMIZER_FILE, WAY_OUT
-from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part
-from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part, whole_tensor
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import WEIGHT, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
@@ -85,10 +84,6 @@ class Experts:
                 raise CorruptCheckpointError(
                     f"{self.files.folder.path()}: the weights of {name} are in no file of an expert"
                 )
-
-    def stored_weights(self) -> dict[str, tuple[TorchFile, StoredTensor]]:
-        """Return the experts' weights by name, each with its file."""
-        return {n: (file, v) for file in self.weights for n, v in file.content.items() if isinstance(v, StoredTensor)}
 
     def _whole_name(self, name: str, expert_rank: int, expert_ranks: int) -> str:
         """Return the whole model's name of a parameter of an expert-parallel rank."""

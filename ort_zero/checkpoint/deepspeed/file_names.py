@@ -141,3 +141,33 @@ def require_all_ranks(folder: Folder, by_rank: Mapping[int, str], world_size: in
             raise CorruptCheckpointError(
                 f"{folder.path(name)} is one too many: {world_size} ranks wrote this checkpoint; remove it"
             )
+
+
+def layer_files(names: Iterable[str]) -> dict[int, dict[int, str]]:
+    """Return the names of the layers' files by tensor-parallel rank and number of the layer."""
+    by_rank: dict[int, dict[int, str]] = {}
+    for name in names:
+        match = LAYER_FILE.fullmatch(name)
+        if match:
+            by_rank.setdefault(int(match[2] or 0), {})[int(match[1])] = name
+    return {rank: dict(sorted(layers.items())) for rank, layers in sorted(by_rank.items())}
+
+
+def is_universal(folder: Folder, names: Sequence[str]) -> bool:
+    """Return True if a folder of a tag is a universal checkpoint.
+
+    Args:
+        folder: the folder.
+        names: names of the files and folders in it.
+    """
+    return UNIVERSAL_FOLDER in names and bool(folder.child(UNIVERSAL_FOLDER).names())
+
+
+def zero3_module_names(names: Sequence[str]) -> list[str]:
+    """Return the names of ZeRO-3's files of module states if there are also files for ZeRO-0 to 2; else an empty list.
+
+    ``ort_zero.checkpoint.convert`` writes both, with the same content, so that any stage can load the checkpoint.
+    """
+    if not any(MODULE_FILE.fullmatch(name) for name in names):
+        return []
+    return [name for name in names if RANK_MODULE_FILE.fullmatch(name)]

@@ -6,8 +6,7 @@ import json
 import struct
 from typing import Any
 
-from ort_zero.checkpoint.deepspeed.flat_layout import FlatLayout, Flats, flat_tensors
-from ort_zero.checkpoint.deepspeed.partitioning import Partitioning
+from ort_zero.checkpoint.deepspeed.partitioning import FlatLayout, Flats, Partitioning, flat_tensors
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, zero_state
 from ort_zero.checkpoint.records import Optimizer, ParamGroup, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ort_zero.checkpoint.deepspeed.experts import Experts, is_expert
-from ort_zero.checkpoint.deepspeed.flat_layout import flat_tensors
 from ort_zero.checkpoint.deepspeed.inner_optimizer import read_optimizer
-from ort_zero.checkpoint.deepspeed.mixtures import weights_differ, weights_of_module
 from ort_zero.checkpoint.deepspeed.module_state import ModuleState
-from ort_zero.checkpoint.deepspeed.partitioning import Partitioning
+from ort_zero.checkpoint.deepspeed.partitioning import Partitioning, Zero3, Zero12, flat_tensors
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles
-from ort_zero.checkpoint.deepspeed.zero3 import Zero3
-from ort_zero.checkpoint.deepspeed.zero12 import Zero12
 from ort_zero.checkpoint.files.dtypes import is_floating
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.records import MASTER, WEIGHT, Optimizer, Tensor
+from ort_zero.checkpoint.records import MASTER, WEIGHT, Optimizer, ParamGroup, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile
 
@@ -95,10 +92,8 @@ def read_model_rank(
         partitioning.check(layout)
         tensors += flat_tensors(files, layout, MASTER, [partitioning.masters(file) for file in files.optimizers])
         optimizer, moments = read_optimizer(files, partitioning, layout)
-        if files.stage < 3:
-            stored_weights = weights_of_module(files) | (experts.stored_weights() if experts is not None else {})
-            if weights_differ(files, tensors, stored_weights, optimizer if is_whole else None):
-                tensors += module.weights_unlike_masters(tensors)
+        if files.stage < 3 and is_whole:
+            tensors += module.weights_unlike_masters(tensors, optimizer)
         tensors += moments
     else:
         module = ModuleState(files, list(trained or ()))
@@ -118,3 +113,26 @@ def untrained(tensors: Iterable[Tensor]) -> list[str]:
     tensors = list(tensors)
     trained = {t.name for t in tensors if t.kind == MASTER}
     return [t.name for t in tensors if t.kind == WEIGHT and t.name not in trained] if trained else []
+
+
+def joined_optimizers(optimizers: Sequence[Optimizer | None]) -> Optimizer | None:
+    """Return one optimizer, with the ranks' groups of equal hyper-parameters joined; None if a rank has none."""
+    present = [optimizer for optimizer in optimizers if optimizer is not None]
+    if not present or len(present) != len(optimizers):
+        return None
+    groups: dict[str, ParamGroup] = {}
+    scalars: dict[str, dict[str, float]] = {}
+    named: set[str] = set()
+    for optimizer in present:
+        seen: dict[str, int] = {}
+        for group in optimizer.groups:
+            options = json.dumps(group.options, sort_keys=True)
+            seen[options] = seen.get(options, -1) + 1
+            key = f"{seen[options]} {options}"  # equal groups of one rank stay separate
+            names = tuple(name for name in group.names if name not in named)
+            named.update(names)
+            before = groups.get(key)
+            groups[key] = replace(group, names=(*before.names, *names) if before else names)
+        for kind, values in optimizer.scalars.items():
+            scalars.setdefault(kind, {}).update({n: v for n, v in values.items() if n not in scalars.get(kind, {})})
+    return Optimizer(class_name=present[0].class_name, groups=tuple(groups.values()), scalars=scalars)

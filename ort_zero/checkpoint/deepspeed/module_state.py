@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ort_zero.checkpoint.deepspeed import zero3
 from ort_zero.checkpoint.deepspeed.compare_values import same_values
-from ort_zero.checkpoint.deepspeed.state_files import StateFiles
-from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
-from ort_zero.checkpoint.records import BUFFER, MAX_NAMED, MODULE, WEIGHT, Tensor, buffer_kind
+from ort_zero.checkpoint.deepspeed.partitioning import frozen_parameters
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, whole_tensor
+from ort_zero.checkpoint.files.dtypes import itemsize
+from ort_zero.checkpoint.files.storage import LocalFolder
+from ort_zero.checkpoint.records import BUFFER, MAX_NAMED, MODULE, WEIGHT, Optimizer, Tensor, buffer_kind
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
-from ort_zero.errors import CheckpointError
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
+
+_SAMPLE = 4096
+"""Number of neighbouring elements that are compared in one place."""
+_MAX_REMOTE_PLACES = 32
+"""Maximum number of places that are compared in an object store, where each is a request."""
 
 
 class ModuleState:
@@ -47,7 +53,7 @@ class ModuleState:
             CorruptCheckpointError: a piece of a frozen parameter is missing.
         """
         if self._files.stage == 3:
-            yield from zero3.frozen_parameters(self._files)
+            yield from frozen_parameters(self._files)
             yield from self._whole_weights_of_zero3()
             return
         skip = {*self._trained, *self.aliases, *self._buffers}
@@ -59,10 +65,39 @@ class ModuleState:
                 "it was saved without optimizer states that can be read: the weights are from the module file"
             )
 
-    def weights_unlike_masters(self, masters: list[Tensor]) -> list[Tensor]:
-        """Return the weights of trained parameters that are not the masters, cast to the weights' dtype."""
-        pairs = [(t, self._tensor(t.name, MODULE, self._values[t.name])) for t in masters if t.name in self._values]
-        return [weight for master, weight in pairs if not same_values(self._files.folder, master, weight)]
+    def weights_unlike_masters(self, masters: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
+        """Return the weights of trained parameters that are not the masters, cast to the weights' dtype.
+
+        DeepSpeed casts the masters to the weights after every step; a program may put others into the module. Only if
+        a sample of each part differs, all values are compared.
+
+        Raises:
+            CorruptCheckpointError: weights differ, and the optimizer made other steps than the module counts: the files
+                are of two saves.
+        """
+        folder, stored = self._files.folder, self._values
+        pairs = [(t, self._tensor(t.name, MODULE, stored[t.name])) for t in masters if t.name in stored]
+        pairs = [pair for pair in pairs if _comparable(*pair)]
+        places = [
+            (master, weight, start)
+            for master, weight in pairs
+            for piece in master.pieces
+            for start in {piece.start, piece.start + max(0, piece.length // itemsize(master.dtype) - _SAMPLE)}
+        ]
+        if not isinstance(folder, LocalFolder):
+            places = places[:: 1 + len(places) // _MAX_REMOTE_PLACES]
+        differing = (m for m, w, at in places if not same_values(folder, m, w, at, min(at + _SAMPLE, m.elements)))
+        wrong = next(differing, None)
+        if wrong is None:
+            return []
+        counts = self._files.module
+        made = float(counts.get("global_steps", 0) - counts.get("skipped_steps", 0))
+        if set(optimizer.scalars.get("step", {}).values()) - {made}:
+            raise CorruptCheckpointError(
+                f"{self._files.path(self._files.modules[0])} is of another step than the masters: it counts {made:g} "
+                f"steps, the optimizer others, and the weights of {wrong.name} are not its masters, cast"
+            )
+        return [weight for master, weight in pairs if not same_values(folder, master, weight)]
 
     def buffers(self, of_ranks: bool) -> Iterator[Tensor]:
         """Yield the persistent buffers of the module; with `of_ranks` also of ranks with other bytes than rank 0."""
@@ -142,3 +177,9 @@ class ModuleState:
             if target != name and name not in kept:
                 aliases[name] = target
         return aliases
+
+
+def _comparable(master: Tensor, weight: Tensor) -> bool:
+    """Return True if a weight is stored row by row, in a dtype to which masters are cast."""
+    is_cast = weight.dtype == master.dtype or (master.dtype == "F32" and weight.dtype in ("BF16", "F16"))
+    return is_cast and weight.shape == master.shape and weight.strides is None

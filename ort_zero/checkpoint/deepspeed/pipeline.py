@@ -7,18 +7,14 @@ the whole model, as in ``PipelineModule.state_dict()``, they are named ``N.<name
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ort_zero.checkpoint.deepspeed.compare_values import same_values
-from ort_zero.checkpoint.deepspeed.file_names import LAYER_FILE
-from ort_zero.checkpoint.deepspeed.flat_layout import elements_of
-from ort_zero.checkpoint.deepspeed.mixtures import weights_differ
-from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, untrained
-from ort_zero.checkpoint.deepspeed.optimizer_groups import joined_optimizers
-from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part, zero_state
-from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
+from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, joined_optimizers, untrained
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part, whole_tensor, zero_state
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
@@ -26,16 +22,6 @@ from ort_zero.checkpoint.torch_file import TorchFile
 from ort_zero.errors import CorruptCheckpointError
 
 _TIED = "tied_modules."
-
-
-def layer_files(names: Iterable[str]) -> dict[int, dict[int, str]]:
-    """Return the names of the layers' files by tensor-parallel rank and number of the layer."""
-    by_rank: dict[int, dict[int, str]] = {}
-    for name in names:
-        match = LAYER_FILE.fullmatch(name)
-        if match:
-            by_rank.setdefault(int(match[2] or 0), {})[int(match[1])] = name
-    return {rank: dict(sorted(layers.items())) for rank, layers in sorted(by_rank.items())}
 
 
 def open_layers(folder: Folder, layers: Mapping[int, str], trust_pickle: bool) -> dict[int, TorchFile]:
@@ -66,7 +52,7 @@ def add_shapes(states: StateFiles, layers: Mapping[int, TorchFile]) -> None:
         if name.startswith(_TIED) and name.count(".") >= 2:
             inner_name = name.split(".", 2)[2]
             shapes = {shape for other, shape in states.shapes.items() if other.partition(".")[2] == inner_name}
-            fitting = [shape for shape in shapes if elements_of(shape) == elements[name]]
+            fitting = [shape for shape in shapes if math.prod(shape) == elements[name]]
             if len(fitting) == 1:
                 states.shapes[name] = fitting[0]
 
@@ -87,14 +73,6 @@ def join_stages(stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> Mod
     tensors = _trained(stages, notes)
     _check_layers(first.folder, stages, tensors, opened)
     _check_optimizers(first.folder, stages, opened)
-    weights = {
-        f"{number}.{inner_name}": (file, stored)
-        for number, file in opened.items()
-        for inner_name, stored in file.content.items()
-        if isinstance(stored, StoredTensor)
-    }
-    for stage in stages:
-        weights_differ(stage.states, [t for t in stage.tensors if t.kind == MASTER], weights)
     tensors += _untrained_tensors(first.states, stages, tensors, opened, notes)
     gaps = _gaps(opened)
     if gaps:

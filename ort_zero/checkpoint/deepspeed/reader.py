@@ -13,12 +13,15 @@ from ort_zero.checkpoint.deepspeed.file_names import (
     OPTIMIZER_FILE,
     UNIVERSAL_FOLDER,
     WAY_OUT,
+    is_universal,
+    layer_files,
     names_by_model_rank,
     refuse_unsupported,
+    zero3_module_names,
 )
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, read_model_rank
-from ort_zero.checkpoint.deepspeed.pipeline import add_shapes, join_stages, layer_files, open_layers
-from ort_zero.checkpoint.deepspeed.split_rules import Rule
+from ort_zero.checkpoint.deepspeed.pipeline import add_shapes, join_stages, open_layers
+from ort_zero.checkpoint.deepspeed.split_rules import Rule, parse_rules
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, configured_stage, open_state_files
 from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
 from ort_zero.checkpoint.deepspeed.topology import Topology, find_topology
@@ -28,51 +31,56 @@ from ort_zero.checkpoint.records import Source
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 
-def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequence[Rule] = ()) -> Source:
+def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Source:
     """Return the checkpoint in `folder`, having checked that its files belong together.
 
     Args:
         folder: the folder of one tag.
         trust_pickle: let torch unpickle the files, which runs the code that they name.
-        tp_split: rules on how tensor-parallel ranks share tensors. The first rule that matches a name decides; without
-            a match, the checkpoint decides.
+        tp_split: texts of rules on how tensor-parallel ranks share tensors. The first rule that matches a name decides;
+            without a match, the checkpoint decides.
 
     Raises:
         CorruptCheckpointError: a file is missing, too many, damaged, or of another step, run or world size.
         CheckpointError: ort_zero does not read the checkpoint: experts spread by AutoEP, an optimizer on NVMe, classes
             that DeepSpeed does not write, an unknown dtype, an unknown tensor-parallel split.
     """
+    rules = parse_rules(tp_split) if tp_split else ()
     names = folder.names()
     refuse_unsupported(folder, names)
     layers = layer_files(names)
-    is_universal = universal.recognises(folder, names)
-    _refuse_mixed_kinds(folder, names, layers, is_universal)
-    zero3_modules = universal.zero3_module_names(names) if is_universal else []
+    universal_files = is_universal(folder, names)
+    _refuse_mixed_kinds(folder, names, layers, universal_files)
+    zero3_modules = zero3_module_names(names) if universal_files else []
     by_rank = names_by_model_rank(name for name in names if name not in zero3_modules) or {0: []}
-    pipeline = None if is_universal else bool(layers)
+    pipeline = None if universal_files else bool(layers)
     files = {
         rank: open_state_files(folder, names_of_rank, trust_pickle, model_rank=rank, pipeline=pipeline)
         for rank, names_of_rank in by_rank.items()
     }
-    topology = find_topology(files, layers if not is_universal else {})
-    if is_universal:
-        rank = universal.read_universal(folder, files, topology, trust_pickle, tp_split, _config(folder), zero3_modules)
+    topology = find_topology(files, layers if not universal_files else {})
+    if universal_files:
+        rank = universal.read_universal(folder, files, topology, trust_pickle, rules, _config(folder), zero3_modules)
     else:
-        rank = _joined(folder, names, files, layers, topology, trust_pickle, tp_split)
-    notes = list(dict.fromkeys(rank.notes))
+        rank = _joined(folder, names, files, layers, topology, trust_pickle, rules)
+    names_read = {*(tensor.name for tensor in rank.tensors), *rank.aliases, *rank.frozen}
+    odd = next((name for name in names_read if not isinstance(name, str) or not name.isprintable()), None)
+    if odd is not None:  # control characters can make a terminal show another text
+        raise CorruptCheckpointError(f"{folder.path()}: the name of a tensor cannot be {ascii(odd)[:200]}")
+    stage = configured_stage(rank.states.modules[0], rank.states.stage) if universal_files else rank.states.stage
     return Source(
         format="deepspeed",
         root=folder.url,
         tag=folder.name,
         step=rank.module.get("global_steps"),
         world_size=rank.states.world_size * topology.model_ranks,
-        zero_stage=configured_stage(rank.states.modules[0], rank.states.stage) if is_universal else rank.states.stage,
+        zero_stage=stage,
         tensors=tuple(rank.tensors),
         files={file.file.name: file.file for file in rank.files},
         aliases=rank.aliases,
         frozen=frozenset(rank.frozen),
         optimizer=rank.optimizer,
-        notes=tuple(notes),
+        notes=tuple(dict.fromkeys(rank.notes)),
         dtype=rank.dtype,
     )
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ort_zero.checkpoint.deepspeed.content_types import wrong_in_module_file
 from ort_zero.checkpoint.deepspeed.file_names import (
     MODULE_FILE,
     OPTIMIZER_FILE,
@@ -21,7 +21,7 @@ from ort_zero.checkpoint.deepspeed.file_names import (
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.piece_runs import check_cover
-from ort_zero.checkpoint.records import MAX_NAMED, Tensor
+from ort_zero.checkpoint.records import MAX_NAMED, Piece, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import Contents, TorchFile, open_torch_file
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -115,6 +115,33 @@ def covered(tensor: Tensor, path: str) -> Tensor:
     if wrong:
         raise CorruptCheckpointError(f"{path}: {tensor.kind} of {tensor.name}: {wrong}")
     return tensor
+
+
+def whole_tensor(files: StateFiles, file: TorchFile, name: str, kind: str, stored: StoredTensor) -> Tensor:
+    """Return the record of a tensor that lies whole in `file`.
+
+    Raises:
+        CheckpointError: the dtype is unknown.
+        CorruptCheckpointError: the stored bytes do not cover the tensor.
+    """
+    code = files.dtype_code(file, stored, name)
+    size, strides = stored.itemsize, None
+    span = math.prod(stored.shape)
+    if span and not _is_row_major(stored):
+        span = sum((n - 1) * s for n, s in zip(stored.shape, stored.strides)) + 1
+        strides = stored.strides
+    pieces = (Piece(file.file.name, stored.offset, span * size, 0),) if span else ()
+    tensor = Tensor(name=name, kind=kind, dtype=code, shape=stored.shape, pieces=pieces, strides=strides)
+    return covered(tensor, files.path(file))
+
+
+def _is_row_major(stored: StoredTensor) -> bool:
+    step = 1
+    for size, stride in zip(reversed(stored.shape), reversed(stored.strides)):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 def open_state_files(
@@ -231,10 +258,6 @@ def open_states(
             f"{folder.path(name)} holds a whole module, so the files of a pipeline (layer_*) here are of another "
             "checkpoint"
         )
-    if key == "module":
-        wrong = wrong_in_module_file(file.content)
-        if wrong:
-            raise CorruptCheckpointError(f"{folder.path(name)} is not a file of DeepSpeed's module states: {wrong}")
     for where in ("ds_autoep_layers", "autoep_layers"):
         if file.content.get(where):
             raise CheckpointError(

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ort_zero.checkpoint.deepspeed.compare_values import is_constant, same_values
-from ort_zero.checkpoint.deepspeed.model_rank import ModelRank
-from ort_zero.checkpoint.deepspeed.optimizer_groups import joined_optimizers
+from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, joined_optimizers
 from ort_zero.checkpoint.deepspeed.split_geometry import Split, block_of, first_rows, joined, replicated, split_along
 from ort_zero.checkpoint.deepspeed.split_rules import (
     SYNTAX,

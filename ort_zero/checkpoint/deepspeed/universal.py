@@ -14,18 +14,15 @@ from typing import Any
 
 from ort_zero.checkpoint.deepspeed.experts import is_expert
 from ort_zero.checkpoint.deepspeed.file_names import (
-    MODULE_FILE,
-    RANK_MODULE_FILE,
     UNIVERSAL_FOLDER,
     UNIVERSAL_OPTIMIZER_FILE,
 )
 from ort_zero.checkpoint.deepspeed.inner_optimizer import group_options, number_of
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, read_model_rank
 from ort_zero.checkpoint.deepspeed.split_rules import Rule
-from ort_zero.checkpoint.deepspeed.state_files import StateFiles, open_states
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, open_states, whole_tensor
 from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
 from ort_zero.checkpoint.deepspeed.topology import Topology
-from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
 from ort_zero.checkpoint.files.allowed_names import is_plain_name
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import MASTER, MAX_NAMED, Optimizer, ParamGroup, Tensor
@@ -36,26 +33,6 @@ from ort_zero.utils.text import shortened
 
 _MASTER = "fp32.pt"
 _STEP = "step.pt"
-
-
-def recognises(folder: Folder, names: Sequence[str]) -> bool:
-    """Return True if a folder of a tag is a universal checkpoint.
-
-    Args:
-        folder: the folder.
-        names: names of the files and folders in it.
-    """
-    return UNIVERSAL_FOLDER in names and bool(folder.child(UNIVERSAL_FOLDER).names())
-
-
-def zero3_module_names(names: Sequence[str]) -> list[str]:
-    """Return the names of ZeRO-3's files of module states if there are also files for ZeRO-0 to 2; else an empty list.
-
-    ``ort_zero.checkpoint.convert`` writes both, with the same content, so that any stage can load the checkpoint.
-    """
-    if not any(MODULE_FILE.fullmatch(name) for name in names):
-        return []
-    return [name for name in names if RANK_MODULE_FILE.fullmatch(name)]
 
 
 @dataclass
@@ -85,7 +62,7 @@ def read_universal(
         trust_pickle: let torch unpickle the files, which runs the code that they name.
         tp_split: the user's rules for tensors that are not trained.
         config: content of the model's ``config.json``, if there is one.
-        zero3_modules: names of further files of module states, see :func:`zero3_module_names`.
+        zero3_modules: names of further files of module states, see ``zero3_module_names``.
 
     Raises:
         CorruptCheckpointError: a parameter's file is missing, damaged or of another shape or step.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO
 
@@ -30,6 +30,8 @@ class Folder:
     block = 1 << 20
     """Best size in bytes of a sequential read: locally, small enough that the checksum is computed in the processor's
     cache; for a store, as much as its connections transfer together."""
+    parallel_reads = 1
+    """Number of files that are best read at a time."""
 
     def __init__(self, url: str):
         self.url = url.rstrip("/") or "/"
@@ -83,27 +85,6 @@ class Folder:
         """
         raise NotImplementedError
 
-    def read_scattered(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill `buffers`, one after the other, with the bytes of a file from `offset` on, in one request.
-
-        Raises:
-            CorruptCheckpointError: the file is missing or too short.
-        """
-        content = memoryview(bytearray(sum(map(len, buffers))))
-        self.read_into(name, offset, content)
-        for buffer in buffers:
-            buffer[:] = content[: len(buffer)]
-            content = content[len(buffer) :]
-
-    def read_many(self, reads: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
-        """Call :meth:`read_scattered` for each (name, offset, buffers), several at a time where that is faster.
-
-        Raises:
-            CorruptCheckpointError: a file is missing or too short.
-        """
-        for name, offset, buffers in reads:
-            self.read_scattered(name, offset, buffers)
-
     def read(self, name: str, offset: int = 0, length: int | None = None, *, limit: int | None = None) -> bytes:
         """Return `length` bytes of a file from `offset` on, by default all bytes to the end.
 
@@ -148,7 +129,7 @@ class Folder:
             name: final name.
             token: part of the partial name, different for each writer of `name`.
             durable: flush the bytes to the disk at the end; object stores always do.
-            size: number of bytes to be written, 0 if unknown: disk space may be reserved at once.
+            size: number of bytes to be written, 0 if unknown: a store needs larger parts for a larger object.
         """
         raise NotImplementedError
 
@@ -156,11 +137,10 @@ class Folder:
     """True if several threads and ranks may write one file at the same time, see :meth:`writing_from`."""
 
     @contextmanager
-    def writing_from(self, name: str, token: str, offset: int, size: int = 0) -> Iterator[IO[bytes]]:
+    def writing_from(self, name: str, token: str, offset: int) -> Iterator[IO[bytes]]:
         """Yield a stream into the partial file of :meth:`writing`, from byte `offset` on; other bytes stay.
 
         Several threads and ranks may call it at a time. The file stays after an exception: the caller discards it.
-        `size` is the number of bytes to be written from `offset` on, 0 if unknown.
         """
         raise NotImplementedError
 
@@ -194,14 +174,6 @@ class Folder:
         """Remove a file, and ignore an OSError: the file does no harm if it stays."""
         with suppress(OSError):
             self.remove(name)
-
-    def end_left_over_uploads(self, left_over: Callable[[str], bool], below: bool = False) -> None:
-        """End the unfinished uploads of killed processes: a store keeps their parts without listing an object.
-
-        Args:
-            left_over: returns True for the object name of an upload to end.
-            below: end uploads into inner folders too; `left_over` then gets the last part of the object name.
-        """
 
     def write(self, name: str, data: bytes, token: str, durable: bool = False) -> None:
         """Write a whole small file and publish it.

@@ -1,60 +1,53 @@
 """Read and write folders behind fsspec: object stores, web servers, memory; ``storage.open_folder`` opens one.
 
-An exception of a library below fsspec may contain the URL with its secrets, so it never leaves this module. Every
-failure becomes a :class:`~ort_zero.errors.CheckpointError` with masked text and without the exception as its cause.
+The library below fsspec tries failed requests again. Its exceptions may contain the URL with its secrets, so none of
+them leaves this module: every failure becomes a :class:`~ort_zero.errors.CheckpointError` with masked text and without
+the exception as its cause.
 """
 
 from __future__ import annotations
 
 import functools
 import io
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, TypeVar
 
 from ort_zero.checkpoint.files.folders import CHUNK, Folder, joined_url
-from ort_zero.checkpoint.files.remote_faults import Attempts, is_passing, way_out
-from ort_zero.checkpoint.files.s3_uploads import S3Upload
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.masking import masked_as_in
 from ort_zero.utils.atomic_write import partial_name
 
 _BUFFER = 1 << 18
 """Number of bytes that a stream of :meth:`RemoteFolder.open` reads at a time."""
-_MAX_REQUESTS = 8
-"""Number of ranged requests of one call that are sent at a time."""
+RANGE_BYTES = CHUNK
+"""Maximum number of bytes of one ranged request; the requests of one read are sent together."""
+_MAX_PARTS = 5_000
+"""Maximum number of parts of an upload; S3 takes 10,000."""
+_PART_OF_UNKNOWN = 8 * CHUNK
+"""Bytes of a part of an upload whose size is unknown."""
 _SECONDS_TO_REMOVE = 10
 """Maximum seconds to remove one object: an object that stays is hidden, and the next run removes it."""
-_renewal_lock = threading.Lock()
 _Result = TypeVar("_Result")
 
 
-def _masking(method: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Wrap a method of a folder: retry errors that may pass, and turn others into CheckpointError without secrets."""
+def _masking(verb: str) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
+    """Wrap a method of a folder: errors of the library become CheckpointErrors without secrets, which say `verb`."""
 
-    @functools.wraps(method)
-    def call(self: RemoteFolder, *args: Any, **options: Any) -> _Result:
-        try:
-            return self._tried(lambda: method(self, *args, **options))
-        except CheckpointError:
-            raise
-        except _UnreadableFile as error:
-            failure = self._failure(method.__name__, error.error, error.name)
-        except Exception as error:  # libraries below fsspec raise any class
-            failure = self._failure(method.__name__, error, args[0] if args else "")
-        raise failure  # outside of the try block, which would attach the library's error as the context
+    def wrapped(method: Callable[..., _Result]) -> Callable[..., _Result]:
+        @functools.wraps(method)
+        def call(self: RemoteFolder, *args: Any, **options: Any) -> _Result:
+            try:
+                return method(self, *args, **options)
+            except CheckpointError:
+                raise
+            except Exception as error:  # libraries below fsspec raise any class
+                failure = self._failure(verb, error, args[0] if args else "")
+            raise failure  # outside of the try block, which would attach the library's error as the context
 
-    return call
+        return call
 
-
-class _UnreadableFile(Exception):
-    """One of several files cannot be read."""
-
-    def __init__(self, name: str, error: Exception):
-        super().__init__(name)
-        self.name, self.error = name, error
-        self.__cause__ = error
+    return wrapped
 
 
 class RemoteFolder(Folder):
@@ -64,7 +57,8 @@ class RemoteFolder(Folder):
     separate object, which :meth:`publish` moves, on the server if the store can copy.
     """
 
-    block = _MAX_REQUESTS * CHUNK // 2
+    block = 4 * RANGE_BYTES
+    parallel_reads = 8
 
     def __init__(self, url: str):
         super().__init__(url)
@@ -79,50 +73,18 @@ class RemoteFolder(Folder):
         if failure is not None:
             raise failure
 
-    def _failure(self, action: str, error: Exception, name: str = "") -> CheckpointError:
+    def _failure(self, verb: str, error: Exception, name: str = "") -> CheckpointError:
         """Return the error for the user, without the secrets of the URL in any form."""
         first = str(error).strip().partition("\n")[0]
         text = first if first and isinstance(error, OSError) else f"{type(error).__name__}: {first}".removesuffix(": ")
-        advice = way_out(error)
-        cause = masked_as_in(text, self.url) + (f" ({advice})" if advice else "")
-        return CheckpointError(f"cannot {_ACTIONS[action]} {self.path(name)}: {cause}")
-
-    def _tried(self, operation: Callable[[], _Result]) -> _Result:
-        """Call `operation` until it succeeds or a retry cannot help; return its result."""
-        attempts: Attempts | None = None
-        while True:
-            generation = _generations.get(id(self._fs), 0)
-            if attempts is None:
-                attempts = Attempts(lambda: self._renew_credentials(generation), id(self._fs) in _answered)
-            try:
-                result = operation()
-            except CheckpointError:
-                raise
-            except Exception as error:
-                if not attempts.again(error):
-                    raise
-            else:
-                _answered.add(id(self._fs))
-                return result
-
-    def _renew_credentials(self, generation: int) -> bool:
-        """Let S3's client read the credentials again, which may have been renewed in a file; False for other stores.
-
-        Args:
-            generation: number of renewals before the failed operation: another thread may have renewed since.
-        """
-        if not hasattr(self._fs, "set_session"):
-            return False
-        with _renewal_lock:
-            if _generations.get(id(self._fs), 0) == generation:
-                self._fs.connect(refresh=True)
-                _generations[id(self._fs)] = generation + 1
-        return True
+        is_final = isinstance(error, (FileNotFoundError, ImportError, ValueError))
+        advice = "" if is_final else " (do it again when the store answers, with credentials that it accepts)"
+        return CheckpointError(f"cannot {verb} {self.path(name)}: {masked_as_in(text, self.url)}{advice}")
 
     def _at(self, name: str) -> str:
         return joined_url(self._root.rstrip("/"), name) if name else self._root
 
-    @_masking
+    @_masking("list")
     def names(self) -> list[str]:
         """List the objects under the URL, without fsspec's cache of an earlier listing."""
         self._fs.invalidate_cache()
@@ -132,7 +94,7 @@ class RemoteFolder(Folder):
             return []
         return sorted({path.rstrip("/").rsplit("/", 1)[-1] for path in paths if path.rstrip("/") != self._root})
 
-    @_masking
+    @_masking("list")
     def folders(self) -> list[str]:
         """List the common prefixes (folders) of the objects under the URL."""
         self._fs.invalidate_cache()
@@ -143,7 +105,7 @@ class RemoteFolder(Folder):
         paths = (entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory")
         return sorted({path.rsplit("/", 1)[-1] for path in paths if path != self._root.rstrip("/")})
 
-    @_masking
+    @_masking("look at")
     def modified(self, name: str) -> float | None:
         """Return the modification time that the store reports, None if this kind of store reports none."""
         try:
@@ -151,7 +113,7 @@ class RemoteFolder(Folder):
         except (OSError, NotImplementedError, AttributeError):
             return None
 
-    @_masking
+    @_masking("look at")
     def size(self, name: str) -> int | None:
         """Return the size in bytes that the store reports, None if there is no such object."""
         try:
@@ -159,60 +121,30 @@ class RemoteFolder(Folder):
         except FileNotFoundError:
             return None
 
-    @_masking
+    @_masking("read")
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` by ranged requests, several at a time if it is large."""
-        self._read([(name, offset, [buffer])])
-
-    def read_scattered(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers that lie one after the other in a file."""
-        self.read_many([(name, offset, buffers)])
-
-    @_masking
-    def read_many(self, reads: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
-        """Fill buffers by ranged requests, several at a time."""
-        self._read(reads)
-
-    def _read(self, reads: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
-        requests = list(_ranges(reads))
-        answers = self._answers([(self._at(name), start, end) for name, start, end, _ in requests])
-        for (name, start, end, views), data in zip(requests, answers, strict=True):
+        path, end = self._at(name), offset + len(buffer)
+        starts = list(range(offset, end, RANGE_BYTES))
+        ends = [min(start + RANGE_BYTES, end) for start in starts]
+        answers = self._fs.cat_ranges([path] * len(starts), starts, ends)
+        for start, last, data in zip(starts, ends, answers, strict=True):
             if isinstance(data, FileNotFoundError):
                 raise CorruptCheckpointError(f"{self.path(name)} is missing")
             if isinstance(data, Exception):
-                raise _UnreadableFile(name, data)
-            if len(data) > end - start:
+                raise data
+            if len(data) > last - start:
                 raise CheckpointError(
-                    f"cannot read {self.path(name)}: its server sends {len(data)} bytes where {end - start} were "
+                    f"cannot read {self.path(name)}: its server sends {len(data)} bytes where {last - start} were "
                     "asked, so it ignores ranged requests; copy the checkpoint to a local folder first"
                 )
-            if len(data) != end - start:
+            if len(data) != last - start:
                 raise CorruptCheckpointError(
-                    f"{self.path(name)} is truncated: it ends at byte {start + len(data)}, bytes up to {end} are needed"
+                    f"{self.path(name)} is truncated: it ends at byte {start + len(data)}, "
+                    f"bytes up to {last} are needed"
                 )
-            content = memoryview(data)
-            for view in views:
-                view[:] = content[: len(view)]
-                content = content[len(view) :]
-        self._count(sum(end - start for _, start, end, _ in requests))
-
-    def _answers(self, ranges: list[tuple[str, int, int]]) -> list[Any]:
-        """Return for each (path, first byte, byte behind the last) its bytes, or the exception of its request."""
-        if self._is_asynchronous():
-            paths, starts, ends = ([one[part] for one in ranges] for part in range(3))
-            return self._fs.cat_ranges(paths, starts, ends, batch_size=_MAX_REQUESTS)
-        answers: list[Any] = []
-        for path, start, end in ranges:
-            try:
-                answers.append(self._fs.cat_file(path, start=start, end=end))
-            except Exception as error:
-                answers.append(error)
-        return answers
-
-    def _is_asynchronous(self) -> bool:
-        from fsspec.asyn import AsyncFileSystem
-
-        return isinstance(self._fs, AsyncFileSystem)
+            buffer[start - offset : last - offset] = data
+        self._count(len(buffer))
 
     def open(self, name: str) -> IO[bytes]:
         """Open an object for reading, by ranged requests."""
@@ -221,7 +153,7 @@ class RemoteFolder(Folder):
             raise CorruptCheckpointError(f"{self.path(name)} is missing")
         return io.BufferedReader(_Ranges(self, name, size), _BUFFER)
 
-    @_masking
+    @_masking("make")
     def make(self) -> None:
         """Make the folder if the store has folders; the folder may exist."""
         self._fs.makedirs(self._root, exist_ok=True)
@@ -230,73 +162,63 @@ class RemoteFolder(Folder):
     def writing(self, name: str, token: str, durable: bool = False, size: int = 0) -> Iterator[IO[bytes]]:
         """Yield a stream into a separate object, which appears when the block ends and not if the block raises."""
         path = self._at(partial_name(name, token))
-        failure = None
+        failure = stream = None
         try:
-            with self._upload(path, size) as stream:
-                yield stream
-        except CheckpointError:
-            raise
-        except Exception as error:
-            failure = self._failure("writing", error, name)
+            part = max(CHUNK, -(-size // _MAX_PARTS)) if size else _PART_OF_UNKNOWN
+            stream = self._fs.open(path, "wb", block_size=part)
+            yield stream
+            stream.close()
+        except BaseException as error:
+            if stream is not None:
+                self._abandon(stream, path)
+            if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+                raise
+            failure = self._failure("write", error, name)
         if failure is not None:
             raise failure
 
-    @contextmanager
-    def _upload(self, path: str, size: int) -> Iterator[IO[bytes]]:
-        if hasattr(self._fs, "call_s3"):
-            upload = S3Upload(self._fs, path, self._tried, size)
-            try:
-                yield cast(IO[bytes], upload)
-                upload.finish()
-            except BaseException:
-                upload.abort()
-                raise
-            self._fs.invalidate_cache(path)
-            return
-        stream = self._fs.open(path, "wb", block_size=CHUNK)
-        try:
-            yield stream
-            stream.close()
-        except BaseException:
-            if hasattr(stream, "discard"):
-                with suppress(Exception):  # the first error says more
-                    stream.discard()
-            # closing would upload the bytes so far, so mark the stream as closed; a file in memory refuses the mark
-            with suppress(AttributeError):
-                stream.closed = True
-            self._forget(path)
-            raise
+    def _abandon(self, stream: Any, path: str) -> None:
+        """End an upload so that no object appears; errors are ignored, since the first error says more."""
+        if hasattr(stream, "discard"):
+            with suppress(Exception):
+                stream.discard()
+        # closing would upload the bytes so far, so mark the stream as closed; a file in memory refuses the mark
+        with suppress(AttributeError):
+            stream.closed = True
+        self._forget(path)
 
     def _forget(self, path: str) -> None:
         """Remove a hidden object; if the removal fails, the next run removes it.
 
-        After one failure of a store that does not answer, later calls do nothing: waiting for each would take long.
+        After one failure later calls do nothing: waiting for each would take long.
         """
-        limit = {"timeout": _SECONDS_TO_REMOVE} if self._is_asynchronous() else {}
+        limit = {"timeout": _SECONDS_TO_REMOVE} if self._fs.async_impl else {}
         if self._gave_up:
             return
         self._fs.invalidate_cache(path)
         try:
             self._fs.rm_file(path, **limit)
-        except Exception as error:
-            self._gave_up = is_passing(error)
+        except FileNotFoundError:
+            return
+        except Exception:
+            self._gave_up = True
 
-    @_masking
+    @_masking("rename")
     def publish(self, name: str, token: str, to: str | None = None) -> None:
         """Move the object to its final name, on the server if the store can copy."""
         self._fs.mv(self._at(partial_name(name, token)), self._at(to or name))
 
-    @_masking
+    @_masking("copy")
     def duplicate(self, name: str, to: str, token: str) -> None:
         """Copy the object, on the server if the store can copy."""
         self._fs.copy(self._at(name), self._at(to))
 
-    @_masking
+    @_masking("remove")
     def discard(self, name: str, token: str) -> None:
         """Remove the partial object of :meth:`writing`, if it exists."""
         self._forget(self._at(partial_name(name, token)))
 
-    @_masking
+    @_masking("remove")
     def remove(self, name: str) -> None:
         """Remove an object; a missing object is no error."""
         with suppress(FileNotFoundError):
@@ -305,65 +227,6 @@ class RemoteFolder(Folder):
     def remove_if_possible(self, name: str) -> None:
         """Remove an object, with one try of at most :data:`_SECONDS_TO_REMOVE` seconds."""
         self._forget(self._at(name))
-
-    def end_left_over_uploads(self, left_over: Callable[[str], bool], below: bool = False) -> None:
-        """Abort multipart uploads of S3; without the permission to list them, the rules of the bucket decide."""
-        if not hasattr(self._fs, "abort_mpu"):
-            return
-        bucket, _, key = self._root.partition("/")
-        prefix = f"{key.rstrip('/')}/" if key else ""
-        marker: dict[str, str] = {}
-        with suppress(Exception):
-            while True:
-                page = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **marker)
-                for upload in page.get("Uploads", []):
-                    inner, _, name = upload["Key"].removeprefix(prefix).rpartition("/")
-                    if (below or not inner) and left_over(name):
-                        self._fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
-                if not page.get("IsTruncated"):
-                    break
-                marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-
-
-_generations: dict[int, int] = {}
-"""Number of renewals of the credentials by ``id`` of the file system; fsspec never frees file systems."""
-_answered: set[int] = set()
-"""``id`` of each file system whose store has answered."""
-
-
-def _ranges(
-    reads: Sequence[tuple[str, int, Sequence[memoryview]]],
-) -> Iterator[tuple[str, int, int, Sequence[memoryview]]]:
-    """Yield (name, first byte, byte behind the last, buffers) of each request; a large read takes several requests."""
-    for name, offset, views in reads:
-        length = sum(map(len, views))
-        if length <= CHUNK:
-            if length:
-                yield name, offset, offset + length, views
-            continue
-        for view in views:
-            for begin in range(0, len(view), CHUNK):
-                part = view[begin : begin + CHUNK]
-                yield name, offset + begin, offset + begin + len(part), [part]
-            offset += len(view)
-
-
-_ACTIONS = {
-    "names": "list",
-    "folders": "list",
-    "modified": "look at",
-    "size": "look at",
-    "read_into": "read",
-    "read_many": "read",
-    "make": "make",
-    "writing": "write",
-    "publish": "rename",
-    "duplicate": "copy",
-    "discard": "remove",
-    "remove": "remove",
-    "open": "open",
-}
-"""Verb of each method, for messages."""
 
 
 class _Ranges(io.RawIOBase):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ort_zero.checkpoint.files.folders import CHUNK, Folder
-from ort_zero.checkpoint.files.preallocation import reserve_blocks
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.atomic_write import partial_name, removed_on_error
 
@@ -137,24 +136,6 @@ class LocalFolder(Folder):
             done += count
         self._count(done)
 
-    def read_scattered(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers by one ``preadv``."""
-        total = sum(map(len, buffers))
-        descriptor, stays = self._descriptor(name)
-        try:
-            count = os.preadv(descriptor, buffers, offset)
-        except OSError as error:
-            raise self._unreadable(name, error) from error
-        finally:
-            if not stays:
-                os.close(descriptor)
-        if count == total:
-            self._count(count)
-            return
-        for buffer in buffers:  # the kernel may read less at a time; read_into also reports where a file ends
-            self.read_into(name, offset, buffer)
-            offset += len(buffer)
-
     def _descriptor(self, name: str) -> tuple[int, bool]:
         """Return a descriptor of a file, and True if the descriptor stays open."""
         descriptor = self._descriptors.get(name)
@@ -184,7 +165,6 @@ class LocalFolder(Folder):
         path = self._root / partial_name(name, token)
         try:
             with removed_on_error(path, durable=durable, buffering=0) as raw:
-                reserve_blocks(raw.fileno(), 0, size)
                 yield cast(IO[bytes], _WholeWrites(raw))
         except OSError as error:
             raise CheckpointError(f"cannot write {self.path(name)}: {error.strerror or error}") from error
@@ -192,12 +172,11 @@ class LocalFolder(Folder):
     takes_ranges = True
 
     @contextmanager
-    def writing_from(self, name: str, token: str, offset: int, size: int = 0) -> Iterator[IO[bytes]]:
+    def writing_from(self, name: str, token: str, offset: int) -> Iterator[IO[bytes]]:
         """Yield an unbuffered stream into the hidden file, which is made if it does not exist."""
         try:
             descriptor = os.open(self._root / partial_name(name, token), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
             with os.fdopen(descriptor, "wb", buffering=0) as raw:
-                reserve_blocks(descriptor, offset, size)
                 raw.seek(offset)
                 yield cast(IO[bytes], _WholeWrites(raw))
         except OSError as error:

@@ -40,21 +40,39 @@ def zero12_groups(
     groups: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, ...]], rank: int, world_size: int
 ) -> list[FlatGroup]:
     """Return the flat tensors of a rank under ZeRO-1 or 2: one per parameter group."""
-    flat_groups = []
-    for number, names in enumerate(groups):
-        total = sum(math.prod(shapes[name]) for name in names)
-        part = -(-total // (_ALIGNMENT * world_size)) * _ALIGNMENT
-        first, last = rank * part, (rank + 1) * part
-        position, places = 0, []
-        for name in names:
-            end = position + math.prod(shapes[name])
-            low, high = max(position, first), min(end, last)
-            if low < high:
-                places.append(Place(name, low - position, high - low, low - first))
-            position = end
-        padding = min(part, max(0, last - total))
-        flat_groups.append(FlatGroup(number, tuple(names), tuple(places), part, padding))
-    return flat_groups
+    return [zero12_group(number, names, shapes, rank, world_size) for number, names in enumerate(groups)]
+
+
+def zero12_group(
+    number: int,
+    names: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    part: int,
+    parts: int,
+    pads: Sequence[int] | None = None,
+) -> FlatGroup:
+    """Return part number `part` of the flat tensor of one parameter group, which is cut into `parts` equal parts.
+
+    Args:
+        number: number of the parameter group.
+        names: names of the parameters of the group.
+        shapes: shape of each parameter by its name.
+        part: index of the part.
+        parts: number of parts.
+        pads: number of padding elements behind each parameter; None for no padding between parameters.
+    """
+    sizes = [math.prod(shapes[name]) for name in names]
+    pads = pads or [0] * len(sizes)
+    total = sum(sizes) + sum(pads)
+    size = -(-total // (_ALIGNMENT * parts)) * _ALIGNMENT
+    first, last = part * size, (part + 1) * size
+    position, places = 0, []
+    for name, elements, pad in zip(names, sizes, pads):
+        low, high = max(position, first), min(position + elements, last)
+        if low < high:
+            places.append(Place(name, low - position, high - low, low - first))
+        position += elements + pad
+    return FlatGroup(number, tuple(names), tuple(places), size, min(size, max(0, last - total)))
 
 
 def zero3_groups(
@@ -81,14 +99,15 @@ def zero3_groups(
             members.append(name)
             size += -(-math.prod(shapes[name]) // world_size)
             if size >= sub_group_size or name == names[-1]:
-                flat_groups.append(_sub_group(number, members, shapes, rank, world_size))
+                flat_groups.append(zero3_group(number, members, shapes, rank, world_size))
                 members, size = [], 0
     return flat_groups
 
 
-def _sub_group(
+def zero3_group(
     number: int, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], rank: int, world_size: int
 ) -> FlatGroup:
+    """Return the flat tensor of a rank for one sub-group of parameter group `number` under ZeRO-3."""
     places, offset = [], 0
     for name in names:
         start, length = zero3_part(math.prod(shapes[name]), rank, world_size)

@@ -1,10 +1,8 @@
 """Build, write and read ``manifest.json``, which lists the files and tensors of a sharded checkpoint of ort_zero.
 
-A checkpoint exists when its manifest exists. The file is JSON with one tensor a line. In version 2 one row may stand
-for pieces at the same place in the files of many ranks, and version 3 has further kinds of tensors. A manifest without
-them has version 1, which older versions of ort_zero read. Besides the records of a
-:class:`~ort_zero.checkpoint.records.Source` the manifest has the ids of its run and save, and a digest of its own text,
-which reveals a changed bit.
+A checkpoint exists when its manifest exists. The file is JSON with one tensor a line; one row may stand for pieces at
+the same place in the files of many ranks. Besides the records of a :class:`~ort_zero.checkpoint.records.Source` the
+manifest has the ids of its run and save, and a digest of its own text, which reveals a changed bit.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ import xxhash
 from ort_zero.checkpoint.files import json_text
 from ort_zero.checkpoint.files.allowed_names import check_tag
 from ort_zero.checkpoint.files.storage import Folder, open_folder
-from ort_zero.checkpoint.format.piece_rows import Extents, pieces_of, rows_of
-from ort_zero.checkpoint.piece_runs import PieceRuns, check_cover
+from ort_zero.checkpoint.piece_runs import PiecesByFile, check_cover, pieces_of, rows_of
 from ort_zero.checkpoint.records import BUFFER, MASTER, MODULE, File, Optimizer, ParamGroup, Source, Tensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
@@ -31,11 +28,8 @@ if TYPE_CHECKING:
 NAME = "manifest.json"
 LATEST = "latest"
 FORMAT = "ort_zero.checkpoint"
-VERSION = 1
-VERSION_WITH_RUNS = 2
-"""Version of a manifest in which one row can stand for several pieces."""
-VERSION_WITH_PARTS = 3
-"""Version of a manifest with weights of the module, buffers of single ranks, or names of parameters left out."""
+VERSION = 3
+_VERSION_WITHOUT_LEFT_OUT = 2
 MAX_BYTES = 4 << 30
 """Maximum size in bytes of a manifest that is read; 400 billion parameters on 512 ranks need less."""
 _MAX_LATEST_BYTES = 4096
@@ -58,10 +52,7 @@ def build(
     )
 
     index = {file.name: i for i, file in enumerate(files)}
-    with_runs = any(isinstance(tensor.pieces, PieceRuns) for tensor in tensors)
-    with_parts = fields.get("left_out") or any(tensor.kind == MODULE or tensor.is_of_one_rank for tensor in tensors)
     return Manifest(
-        version=VERSION_WITH_PARTS if with_parts else VERSION_WITH_RUNS if with_runs else VERSION,
         files=[ManifestFile(name=f.name, size=f.size, xxh3_128=f.xxh3_128 or "") for f in files],
         tensors=[
             ManifestTensor(
@@ -88,8 +79,6 @@ def dump(manifest: Manifest) -> bytes:
     """Return the bytes of ``manifest.json``, its digest included."""
     body = manifest.model_dump()
     tensors, files = body.pop("tensors"), body.pop("files")
-    if not body["left_out"]:
-        del body["left_out"]  # earlier versions of ort_zero refuse the key
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items()]
     for key, rows in (("files", files), ("tensors", tensors)):
         lines.append(f'"{key}": [\n' + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]")
@@ -114,10 +103,10 @@ def parse(data: bytes, path: str) -> Manifest:
             raise ValueError(f'it has no "format": "{FORMAT}"')
     except ValueError as error:
         raise CorruptCheckpointError(f"{path} is not a manifest of ort_zero: {error}") from None
-    if value.get("version") not in (VERSION, VERSION_WITH_RUNS, VERSION_WITH_PARTS):
+    if value.get("version") not in (VERSION, _VERSION_WITHOUT_LEFT_OUT):
         raise CheckpointError(
             f"{path} has format version {value.get('version')!r}, this version of ort_zero reads "
-            f"{VERSION} to {VERSION_WITH_PARTS}; use the version that wrote it"
+            f"{_VERSION_WITHOUT_LEFT_OUT} and {VERSION}; use the version that wrote it"
         )
     digest = value.pop("xxh3_128", None)
     end = data.rfind(b',\n"xxh3_128"')
@@ -157,7 +146,6 @@ def source_of(manifest: Manifest, root: str) -> Source:
     _refuse_twice((file.name for file in manifest.files), "file", root)
     _refuse_twice((f"{entry.kind} of {entry.name}" for entry in manifest.tensors), "tensor", root)
     tensors = []
-    extents = Extents(files.values())
     names = [file.name for file in manifest.files]
     for entry in manifest.tensors:
         try:
@@ -166,9 +154,9 @@ def source_of(manifest: Manifest, root: str) -> Source:
                 kind=entry.kind,
                 dtype=entry.dtype,
                 shape=tuple(entry.shape),
-                pieces=pieces_of(entry.pieces, names, entry.dtype, runs=manifest.version >= VERSION_WITH_RUNS),
+                pieces=pieces_of(entry.pieces, names, entry.dtype),
             )
-            wrong = check_cover(tensor) or extents.claim(tensor)
+            wrong = check_cover(tensor)
         except (IndexError, TypeError) as error:
             wrong = f"a piece is malformed ({error})"
         if wrong:
@@ -178,9 +166,9 @@ def source_of(manifest: Manifest, root: str) -> Source:
     for tensor in tensors:
         if (tensor.kind == MODULE or tensor.is_of_one_rank) and shapes.get(tensor.name) != tensor.shape:
             raise CorruptCheckpointError(f"{root}/{NAME}: {tensor.kind} of {tensor.name}: no other has its shape")
-    claimed = extents.claimed_too_much()
-    if claimed:
-        raise CorruptCheckpointError(f"{root}/{NAME}: {claimed}")
+    wrong = PiecesByFile(files.values(), tensors).wrong_extent()
+    if wrong:
+        raise CorruptCheckpointError(f"{root}/{NAME}: {wrong}")
     optimizer = manifest.optimizer
     return Source(
         format="ort_zero",

@@ -11,7 +11,7 @@ from ort_zero.checkpoint.files.allowed_names import check_tag, is_config_name, i
 from ort_zero.errors import CheckpointError
 
 FORMAT: Final = "ort_zero.checkpoint"
-VERSION = 1
+VERSION = 3
 
 
 class _Strict(BaseModel):
@@ -82,9 +82,9 @@ class ManifestTensor(_Strict):
     pieces: list[Annotated[list[Any], Field(min_length=5, max_length=7)]]
     """[index in `files`, offset in bytes, length in bytes, first element, xxh3-64]; lists, which are small in JSON.
 
-    From version 2 on a row may stand for several pieces of the same length at the same offset of their files. Then the
-    fifth value is base64 of their xxh3-64, 8 bytes each. Two more values follow: the number of pieces, and the step in
-    `files` from one piece to the next. Each piece begins with the element behind the piece before.
+    A row may stand for several pieces of the same length at the same offset of their files. Then the fifth value is
+    base64 of their xxh3-64, 8 bytes each. Two more values follow: the number of pieces, and the step in `files` from
+    one piece to the next. Each piece begins with the element behind the piece before.
     :func:`~ort_zero.checkpoint.format.manifest.source_of` checks their types."""
 
 
@@ -120,7 +120,7 @@ class Manifest(_Strict):
     aliases: dict[_Name, _Name]
     frozen: list[_Name]
     left_out: list[_Name] = []
-    """Frozen parameters that the save left out, from version 3 on."""
+    """Frozen parameters that the save left out; missing in version 2."""
     optimizer: ManifestOptimizer | None
     config: dict[Annotated[str, AfterValidator(_config_name)], Annotated[str, AfterValidator(_content)]]
     files: list[ManifestFile]

@@ -13,10 +13,9 @@ import torch
 from ort_zero.checkpoint.aggregation import safetensors_files
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import Folder, open_folder
-from ort_zero.checkpoint.finding import find_source
+from ort_zero.checkpoint.finding import find_source, format_in
 from ort_zero.checkpoint.format import manifest
-from ort_zero.checkpoint.opening import format_in
-from ort_zero.checkpoint.reads.reading import ReadRequest, read_range
+from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
 from ort_zero.checkpoint.records import Source, Tensor
 from ort_zero.errors import CheckpointError
 from ort_zero.masking import masked
@@ -295,15 +294,9 @@ def _selectable(tensor: torch.Tensor) -> torch.Tensor:
 def _chunks(folder: Folder, tensor: Tensor) -> Iterator[torch.Tensor]:
     """Yield the elements of a tensor in row-major order in chunks; a strided tensor is read whole."""
     dtype = dtypes.torch_dtype(tensor.dtype)
-    if tensor.strides is not None and tensor.elements:
-        (piece,) = tensor.pieces
-        content = bytearray(piece.length)
-        folder.read_into(piece.file, piece.offset, memoryview(content))
-        flat = torch.frombuffer(content, dtype=dtype).as_strided(tensor.shape, tensor.strides).reshape(-1)
-        yield from flat.split(_CHUNK)
-        return
-    for start in range(0, tensor.elements, _CHUNK):
-        count = min(_CHUNK, tensor.elements - start)
+    reader, step = CheckedReader(folder, {}, verify=False), _CHUNK if tensor.strides is None else tensor.elements
+    for start in range(0, tensor.elements, max(1, step)):
+        count = min(step, tensor.elements - start)
         target = torch.empty(count, dtype=dtype)
-        read_range(folder, ReadRequest(tensor=tensor, start=start, length=count, target=target))
-        yield target
+        reader.read([ReadRequest(tensor=tensor, start=start, length=count, target=target)])
+        yield from target.split(_CHUNK)

@@ -11,10 +11,9 @@ from typing import Any
 
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.finding import find, whole_checkpoints_text
+from ort_zero.checkpoint.finding import find, format_in, note_on_other, open_in, whole_checkpoints_text
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.format.completeness import problems_of_manifest
-from ort_zero.checkpoint.opening import format_in, note_on_other, open_checkpoint
 from ort_zero.checkpoint.piece_runs import PiecesByFile
 from ort_zero.checkpoint.reads.shard_checks import is_of_another_save, problems_of_shard, thread_buffer
 from ort_zero.checkpoint.records import File
@@ -163,7 +162,7 @@ def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bo
         elif _OURS.fullmatch(name):
             findings.add(name, f"{folder.path(name)} is one too many: the manifest does not list it; remove it")
 
-    pieces = PiecesByFile(source.files, source.tensors)
+    pieces = PiecesByFile(source.files.values(), source.tensors)
 
     def check(file: File, advance: Callable[[int], Any]) -> Iterable[str]:
         return problems_of_shard(folder, file, document, pieces.of(file.name), advance)
@@ -196,7 +195,7 @@ def _verify_deepspeed(
 
     _check_files(files, check, findings, workers, progress)
     try:
-        source = open_checkpoint(folder.url, trust_pickle=trust_pickle, tp_split=tp_split)
+        source = open_in(folder, trust_pickle, tp_split)
     except SplitUnknownError as error:
         findings.notes.append(f"its tensors cannot be put together yet: {error}")
         return

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ort_zero import log
-from ort_zero.checkpoint.deepspeed.file_names import LATEST_UNIVERSAL
-from ort_zero.checkpoint.deepspeed.universal import recognises
+from ort_zero.checkpoint.deepspeed.file_names import LATEST_UNIVERSAL, is_universal
 from ort_zero.checkpoint.files.storage import Folder, open_folder
+from ort_zero.checkpoint.finding import format_in, no_checkpoint, open_in
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.loads.load_checks import (
     optimizer_settings,
@@ -20,8 +20,8 @@ from ort_zero.checkpoint.loads.load_checks import (
     restore_numbers,
 )
 from ort_zero.checkpoint.loads.optimizer_fit import refuse_other_optimizer, refuse_other_scheduler
-from ort_zero.checkpoint.opening import format_in, no_checkpoint, open_checkpoint
-from ort_zero.checkpoint.reads.checked_reads import CheckedReader, check_records_of
+from ort_zero.checkpoint.reads.checked_reads import CheckedReader
+from ort_zero.checkpoint.reads.record_checks import check_records_of
 from ort_zero.checkpoint.reads.training_state import Restoration, TrainingState, check_counters, read_training_state
 from ort_zero.checkpoint.records import Source
 from ort_zero.checkpoint.saves import saving
@@ -160,7 +160,7 @@ def _open(
             raise no_checkpoint(folder)
         if not texts and (ranks.rank == 0 or format_name == "ort_zero"):
             try:
-                source = open_checkpoint(folder.url, None, trust_pickle, tp_split)
+                source = open_in(folder, trust_pickle, tp_split)
             except CorruptCheckpointError:
                 raise
             except CheckpointError as error:
@@ -208,7 +208,7 @@ def universal_tag(path: str, tag: str | None) -> tuple[str | None, bool]:
     Without a tag, ``latest_universal`` names the tag, else ``latest``; a warning names a newer ``latest``.
     """
     ranks = saving.all_ranks()
-    is_universal = False
+    universal = False
     with ranks.raise_on_all("looking for the checkpoint"):
         if ranks.rank == 0:
             folder = open_folder(path)
@@ -219,8 +219,8 @@ def universal_tag(path: str, tag: str | None) -> tuple[str | None, bool]:
                     text = '"load_universal" loads %s, which %s names; latest is newer and names %s: give it as the tag'
                     log.get_logger().warning(text, tag, folder.path(LATEST_UNIVERSAL), newer)
             place = folder if tag is None else folder.child(str(tag))
-            is_universal = recognises(place, place.names())
-    return ranks.broadcast((tag, is_universal))
+            universal = is_universal(place, place.names())
+    return ranks.broadcast((tag, universal))
 
 
 def format_of(path: str, tag: str | None) -> str | None:

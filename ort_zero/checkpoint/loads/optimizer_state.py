@@ -58,7 +58,7 @@ def _read_json(folder: Folder) -> dict[str, Any]:
         about = json_text.loads(folder.read(OPTIMIZER_JSON))
         if about.get("format") != OPTIMIZER_FORMAT or about.get("version") != OPTIMIZER_VERSION:
             raise ValueError(f"not version {OPTIMIZER_VERSION} of {OPTIMIZER_FORMAT}")
-        return {**{key: about[key] for key in ("aliases", "groups", "scalars")}, "source": about.get("source")}
+        return {key: about[key] for key in ("aliases", "groups", "scalars", "source")}
     except (ValueError, AttributeError, KeyError) as error:
         raise CorruptCheckpointError(f"{folder.path(OPTIMIZER_JSON)} is damaged: {error}") from None
 
@@ -69,13 +69,13 @@ class _Stored:
     Args:
         folder: folder of the files.
         stack: closes the files.
-        source: the checkpoint from which ``optimizer.json`` was made; None in files of earlier versions.
+        source: the checkpoint from which ``optimizer.json`` was made.
 
     Raises:
         CorruptCheckpointError: a file is missing, damaged, or of another checkpoint since writing was interrupted.
     """
 
-    def __init__(self, folder: Folder, stack: ExitStack, source: str | None):
+    def __init__(self, folder: Folder, stack: ExitStack, source: str):
         self._open: dict[str, Any] = {}
         """Open file by the key of a tensor in it ("exp_avg/layer.weight")."""
         for name in self._files(folder):
@@ -95,8 +95,8 @@ class _Stored:
                 except SafetensorError:
                     continue  # the weights are not read here
 
-    def _refuse_other(self, folder: Folder, name: str, file_source: str | None, source: str | None) -> None:
-        if None not in (file_source, source) and file_source != source:
+    def _refuse_other(self, folder: Folder, name: str, file_source: str | None, source: str) -> None:
+        if file_source not in (None, source):
             raise CorruptCheckpointError(
                 f"{folder.path(name)} and {OPTIMIZER_JSON} are of two checkpoints: writing was interrupted; aggregate "
                 "again"

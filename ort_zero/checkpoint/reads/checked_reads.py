@@ -1,30 +1,29 @@
 """Read ranges of stored tensors into memory, each byte once, and compare the bytes with their checksums.
 
-Neighbouring ranges of a file are read together. A piece with its own checksum is read whole, since the checksum covers
-the whole piece; its other bytes may be kept for the next read. Where a format has checksums of whole records (the zip
-of ``torch.save``), each rank keeps the CRC of the bytes that it read. The ranks then check the records together, see
-:func:`check_records_of`.
+Neighbouring ranges of a file are read together. A piece with its own checksum is read whole the first time, since the
+checksum covers the whole piece. Where a format has checksums of whole records (the zip of ``torch.save``), each rank
+keeps the CRC of the bytes that it read. The ranks then check the records together, see
+:func:`~ort_zero.checkpoint.reads.record_checks.check_records_of`.
 """
 
 from __future__ import annotations
 
-import bisect
-import math
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 import xxhash
 
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.reads.leftovers import Leftovers
-from ort_zero.checkpoint.reads.reading import ReadRequest, overlaps
-from ort_zero.checkpoint.reads.record_checks import Part, check_record
+from ort_zero.checkpoint.piece_runs import index_at
+from ort_zero.checkpoint.reads.record_checks import Part, RecordChecks
 from ort_zero.checkpoint.records import File, Piece, Tensor
-from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CorruptCheckpointError
-from ort_zero.utils.crc32 import crc32
+
+if TYPE_CHECKING:
+    import torch
 
 _MAX_GAP = 64 << 10
 """Maximum number of unneeded bytes that are read to save a call."""
@@ -33,201 +32,216 @@ _NEEDED_PER_GAP = 32
 """Minimum ratio of a batch's bytes to the next gap, if the gap is larger than `_SMALL_GAP`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRequest:
+    """A range of a stored tensor, and the memory into which it is read."""
+
+    tensor: Tensor
+    start: int
+    """First element in the flattened tensor."""
+    length: int
+    """Number of elements."""
+    target: torch.Tensor
+    """1-D and contiguous, of `length` elements, in CPU memory, of any floating-point dtype."""
+
+
 class WantedBytes(NamedTuple):
     """A range of elements of one piece, and the memory into which it is read."""
 
     tensor: Tensor
     piece: Piece
-    low: int
-    """First byte in the file that has to be read."""
-    high: int
-    """End of the bytes that have to be read, exclusive."""
-    begin: int
-    """First byte in the file that is copied to `target`."""
-    target: torch.Tensor
-    """1-D and contiguous, in CPU memory, of any dtype."""
-
-    @property
-    def wanted(self) -> int:
-        """Number of bytes in the file that are copied to `target`."""
-        return self.target.numel() * dtypes.itemsize(self.tensor.dtype)
+    first: int
+    """First byte that is wanted, from the start of the piece."""
+    wanted: int
+    """Number of bytes that are wanted."""
+    target: torch.Tensor | memoryview
+    """1-D and contiguous, in CPU memory: a tensor of any dtype, or bytes of the stored dtype."""
 
 
 class CheckedReader:
-    """A reader that fills targets from the files of one checkpoint.
+    """A reader that fills memory from the files of one checkpoint. For one thread.
 
     Args:
         folder: folder of the checkpoint.
         files: its files by name.
-        leftovers: keeps the ends of pieces that are read for their checksum alone, for later reads.
-
-    Attributes:
-        parts: the parts that were read of records with a CRC.
+        verify: compare the bytes with their checksums.
     """
 
-    parts: list[Part]
-
-    def __init__(self, folder: Folder, files: Mapping[str, File], leftovers: Leftovers | None = None):
+    def __init__(self, folder: Folder, files: Mapping[str, File], verify: bool = True):
         self._folder = folder
-        self._leftovers = leftovers
-        self._records = {file.name: sorted(file.records) for file in files.values() if file.records}
-        self._block = folder.block
-        self._buffer = memoryview(bytearray(self._block))
-        self.parts = []
+        self._verify = verify
+        self._records = RecordChecks(files.values() if verify else ())
+        self._checked: set[Piece] = set()
+        """The pieces that were compared: later reads take only the wanted bytes of them."""
+        self._buffer = memoryview(bytearray(folder.block))
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts that were read of records with a CRC."""
+        return self._records.parts()
 
     def read(self, requests: Iterable[ReadRequest]) -> None:
-        """Read `requests` into their targets, 1-D and contiguous in CPU memory, cast to the targets' dtypes.
+        """Read `requests` into their targets, cast to the targets' dtypes.
 
         Raises:
             CorruptCheckpointError: bytes are missing or do not match their checksum.
             CheckpointError: a file cannot be read.
         """
-        by_file: dict[str, list[WantedBytes]] = {}
+        wanted: list[WantedBytes] = []
         for request in requests:
             if request.tensor.strides is not None:
                 self._read_strided(request)
-                continue
-            for item in wanted_of(request):
-                if not self._taken(item):
-                    by_file.setdefault(item.piece.file, []).append(item)
-        for name, items in by_file.items():
-            items.sort(key=lambda item: item.low)
-            self._read_file(name, items)
+            else:
+                wanted += wanted_of(request)
+        self.read_pieces(wanted)
 
-    def _taken(self, item: WantedBytes) -> bool:
-        """Fill the target of `item` with bytes that an earlier read kept; return False if there are none."""
-        if self._leftovers is None or item.piece.check is None:
-            return False
-        kept = self._leftovers.take(item.piece, item.begin, item.wanted)
-        if kept is None:
-            return False
-        for position in range(0, len(kept), self._block):
-            _put(item, kept[position : position + self._block], position)
-        return True
+    def read_pieces(self, wanted: Iterable[WantedBytes]) -> None:
+        """Read parts of pieces into their targets; raises as :meth:`read` does."""
+        by_file: dict[str, list[WantedBytes]] = {}
+        for item in wanted:
+            by_file.setdefault(item.piece.file, []).append(item)
+        if self._folder.parallel_reads > 1 and len(by_file) > 1:
+            with ThreadPoolExecutor(self._folder.parallel_reads) as pool:
+                list(pool.map(lambda name: self._read_file(by_file[name], is_parallel=True), by_file))
+            return
+        for items in by_file.values():
+            self._read_file(items)
 
-    def _room(self, item: WantedBytes) -> memoryview | None:
-        """Return memory for the bytes of a piece behind the wanted bytes, None if no later read wants them."""
-        if self._leftovers is None or item.piece.check is None:
-            return None
-        return self._leftovers.room(item.piece, item.begin + item.wanted)
+    def blocks(self, tensor: Tensor, piece: Piece) -> Iterator[memoryview]:
+        """Yield the bytes of a whole piece block by block, in memory that the next block overwrites.
 
-    def _read_file(self, name: str, items: list[WantedBytes]) -> None:
+        Raises:
+            CorruptCheckpointError: after the last block: the bytes do not match their checksum.
+            CheckpointError: a file cannot be read.
+        """
+        digest = xxhash.xxh3_64()
+        for position in range(0, piece.length, len(self._buffer)):
+            view = self._buffer[: min(len(self._buffer), piece.length - position)]
+            self._bring(piece.file, piece.offset + position, view)
+            if self._checks(piece):
+                digest.update(view)
+            yield view
+        if self._checks(piece):
+            self._compare(tensor, piece, digest.hexdigest())
+
+    def _checks(self, piece: Piece) -> bool:
+        return self._verify and piece.check is not None and piece not in self._checked
+
+    def _extent(self, item: WantedBytes) -> tuple[int, int]:
+        """Return the first byte in the file that has to be read, and the byte behind the last."""
+        piece = item.piece
+        if self._checks(piece):
+            return piece.offset, piece.offset + piece.length
+        return piece.offset + item.first, piece.offset + item.first + item.wanted
+
+    def _read_file(self, items: list[WantedBytes], is_parallel: bool = False) -> None:
+        """Read the items of one file, neighbours with one call; `is_parallel` says that other calls use the buffer."""
+        extents = sorted(((*self._extent(item), item) for item in items), key=lambda extent: extent[:2])
+        size, buffer = len(self._buffer), self._buffer
+        if is_parallel:
+            buffer = memoryview(bytearray(min(size, extents[-1][1] - extents[0][0])))
         batch: list[WantedBytes] = []
-        end = 0
-        for item in items:
-            large = item.high - item.low > self._block
-            gap = min(_MAX_GAP, max(_SMALL_GAP, (end - batch[0].low) // _NEEDED_PER_GAP)) if batch else 0
-            if batch and (large or item.low > end + gap or max(end, item.high) - batch[0].low > self._block):
-                self._read_batch(name, batch, end)
+        start = end = 0
+        for low, high, item in extents:
+            gap = min(_MAX_GAP, max(_SMALL_GAP, (end - start) // _NEEDED_PER_GAP))
+            if batch and (low > end + gap or max(end, high) - start > size):
+                self._read_batch(batch, start, buffer[: end - start])
                 batch = []
-            if large:
-                self._read_large(name, item)
+            if high - low > size:
+                self._read_large(item, low, high, buffer)
                 continue
-            end = max(end, item.high) if batch else item.high
+            start, end = (start, max(end, high)) if batch else (low, high)
             batch.append(item)
         if batch:
-            self._read_batch(name, batch, end)
+            self._read_batch(batch, start, buffer[: end - start])
 
-    def _read_batch(self, name: str, batch: list[WantedBytes], end: int) -> None:
+    def _read_batch(self, batch: list[WantedBytes], start: int, view: memoryview) -> None:
         """Read neighbouring ranges with one call."""
-        start = batch[0].low
-        view = self._bring(name, start, end, self._buffer[: end - start])
+        self._bring(batch[0].piece.file, start, view)
         for item in batch:
-            if item.piece.check is not None:
-                piece_bytes = view[item.low - start : item.high - start]
-                self._compare(item, xxhash.xxh3_64_hexdigest(piece_bytes))
-            wanted_end = item.begin - start + item.wanted
-            _put(item, view[item.begin - start : wanted_end], 0)
-            if (room := self._room(item)) is not None:
-                room[:] = view[wanted_end : item.high - start]
+            piece = item.piece
+            at = piece.offset - start
+            if self._checks(piece):
+                self._compare(item.tensor, piece, xxhash.xxh3_64_hexdigest(view[at : at + piece.length]))
+            _put(item, view[at + item.first : at + item.first + item.wanted], 0)
 
-    def _read_large(self, name: str, item: WantedBytes) -> None:
+    def _read_large(self, item: WantedBytes, low: int, high: int, buffer: memoryview) -> None:
         """Read one piece block by block, directly into its target where no cast is needed."""
         digest = xxhash.xxh3_64()
-        size, room = item.wanted, self._room(item)
-        straight = _bytes_of(item)
-        position = item.low
-        while position < item.high:
-            low, high = position - item.begin, min(position + self._block, item.high) - item.begin
-            if straight is not None and 0 <= low < size:
-                high = min(high, size)
-                view = self._bring(name, position, item.begin + high, straight[low:high])
-            elif room is not None and low >= size:
-                view = self._bring(name, position, item.begin + high, room[low - size : high - size])
+        straight, begin = _bytes_of(item), item.piece.offset + item.first
+        end, position = begin + item.wanted, low
+        while position < high:
+            stop = min(position + len(buffer), high)
+            if straight is not None and begin <= position < end:
+                stop = min(stop, end)
+                view = straight[position - begin : stop - begin]
+                self._bring(item.piece.file, position, view)
             else:
-                if low < 0:
-                    high = min(high, 0) if straight is not None else high
-                if room is not None and low < size:
-                    high = min(high, size)
-                view = self._bring(name, position, item.begin + high, self._buffer[: high - low])
-                begin, end = max(low, 0), min(high, size)
-                if begin < end:
-                    _put(item, view[begin - low : end - low], begin)
-            if item.piece.check is not None:
+                if straight is not None and position < begin:
+                    stop = min(stop, begin)
+                view = buffer[: stop - position]
+                self._bring(item.piece.file, position, view)
+                first, last = max(position, begin), min(stop, end)
+                if first < last:
+                    _put(item, view[first - position : last - position], first - begin)
+            if self._checks(item.piece):
                 digest.update(view)
-            position = item.begin + high
-        if item.piece.check is not None:
-            self._compare(item, digest.hexdigest())
+            position = stop
+        if self._checks(item.piece):
+            self._compare(item.tensor, item.piece, digest.hexdigest())
 
     def _read_strided(self, request: ReadRequest) -> None:
         """Read a tensor that is not row-major and lies in one piece."""
-        assert request.target is not None and request.tensor.strides is not None
-        (piece,) = request.tensor.pieces
+        import torch
+
+        tensor = request.tensor
+        assert tensor.strides is not None
+        (piece,) = tensor.pieces
         data = bytearray(piece.length)
-        view = self._bring(piece.file, piece.offset, piece.offset + piece.length, memoryview(data))
-        if piece.check is not None and xxhash.xxh3_64_hexdigest(view) != piece.check:
-            raise self._damaged(request.tensor, piece)
-        flat = torch.frombuffer(data, dtype=dtypes.torch_dtype(request.tensor.dtype))
-        whole = flat.as_strided(request.tensor.shape, request.tensor.strides).reshape(-1)
-        request.target.copy_(whole.narrow(0, request.start, request.length))
+        self.read_pieces([WantedBytes(tensor, piece, 0, piece.length, memoryview(data))])
+        whole = torch.frombuffer(data, dtype=dtypes.torch_dtype(tensor.dtype)).as_strided(tensor.shape, tensor.strides)
+        request.target.copy_(whole.reshape(-1).narrow(0, request.start, request.length))
 
-    def _bring(self, name: str, start: int, end: int, view: memoryview) -> memoryview:
+    def _bring(self, name: str, start: int, view: memoryview) -> None:
         self._folder.read_into(name, start, view)
-        if name in self._records:
-            self._note(name, start, view)
-        return view
+        self._records.add(name, start, view)
 
-    def _note(self, name: str, offset: int, view: memoryview) -> None:
-        """Keep the CRC of a range that was read: one part per record, joined with the part directly before."""
-        records = self._records[name]
-        end = offset + len(view)
-        for start, length, _ in records[max(0, bisect.bisect_right(records, (offset, math.inf)) - 1) :]:
-            low, high = max(offset, start), min(end, start + length)
-            if start >= end:
-                break
-            if low >= high:
-                continue
-            last = self.parts[-1] if self.parts else None
-            if last and last[:2] == (name, start) and last.offset + last.length == low:
-                crc = crc32(view[low - offset : high - offset], last.crc)
-                self.parts[-1] = Part(name, start, last.offset, high - last.offset, crc)
-            else:
-                self.parts.append(Part(name, start, low, high - low, crc32(view[low - offset : high - offset])))
-
-    def _compare(self, item: WantedBytes, digest: str) -> None:
-        if digest != item.piece.check:
-            raise self._damaged(item.tensor, item.piece)
-
-    def _damaged(self, tensor: Tensor, piece: Piece) -> CorruptCheckpointError:
-        return CorruptCheckpointError(
-            f"{self._folder.path(piece.file)} is damaged: the bytes of {tensor.kind} of {tensor.name} do not match "
-            "their checksum (ort-zero verify lists everything that is wrong)"
-        )
+    def _compare(self, tensor: Tensor, piece: Piece, digest: str) -> None:
+        if digest != piece.check:
+            raise CorruptCheckpointError(
+                f"{self._folder.path(piece.file)} is damaged: the bytes of {tensor.kind} of {tensor.name} do not match "
+                "their checksum (ort-zero verify lists everything that is wrong)"
+            )
+        self._checked.add(piece)
 
 
-def wanted_of(request: ReadRequest) -> Iterable[WantedBytes]:
-    """Yield the bytes to read of each piece in the range; a piece with a checksum is read whole."""
-    assert request.target is not None, "the request needs a target"
+def overlaps(tensor: Tensor, start: int, length: int) -> Iterator[tuple[Piece, int, int]]:
+    """Yield (piece, first element in the piece, number of elements) for each piece that overlaps a range."""
+    size, end = dtypes.itemsize(tensor.dtype), start + length
+    pieces = tensor.pieces
+    for number in range(index_at(pieces, start), len(pieces)):
+        piece = pieces[number]
+        if piece.start >= end:
+            break
+        first, last = max(piece.start, start), min(piece.start + piece.length // size, end)
+        if first < last:
+            yield piece, first - piece.start, last - first
+
+
+def wanted_of(request: ReadRequest) -> Iterator[WantedBytes]:
+    """Yield the bytes to read of each piece in the range of a request."""
     size = dtypes.itemsize(request.tensor.dtype)
-    for piece, first, length in overlaps(request):
-        begin = piece.offset + first * size
-        low, high = (piece.offset, piece.offset + piece.length) if piece.check else (begin, begin + length * size)
+    for piece, first, length in overlaps(request.tensor, request.start, request.length):
         target = request.target.narrow(0, piece.start + first - request.start, length)
-        yield WantedBytes(request.tensor, piece, low, high, begin, target)
+        yield WantedBytes(request.tensor, piece, first * size, length * size, target)
 
 
 def _bytes_of(item: WantedBytes) -> memoryview | None:
     """Return the target of `item` as bytes, None if the stored values have another dtype."""
+    if isinstance(item.target, memoryview):
+        return item.target
+    import torch
+
     if item.target.dtype != dtypes.torch_dtype(item.tensor.dtype):
         return None
     return item.target.view(torch.uint8).numpy().data
@@ -239,32 +253,10 @@ def _put(item: WantedBytes, view: memoryview, position: int) -> None:
     if straight is not None:
         straight[position : position + len(view)] = view
         return
+    import torch
+
+    assert isinstance(item.target, torch.Tensor)
     size = dtypes.itemsize(item.tensor.dtype)
     # a copy, since a block need not begin at a multiple of the element's size
     stored = torch.frombuffer(bytearray(view), dtype=dtypes.torch_dtype(item.tensor.dtype))
     item.target.narrow(0, position // size, len(view) // size).copy_(stored)
-
-
-def check_records_of(folder: Folder, files: Mapping[str, File], parts: list[Part], ranks: RankGroup) -> None:
-    """Check each record of which any rank has read a part, shared among the ranks. All ranks must call.
-
-    Args:
-        folder: folder of the checkpoint.
-        files: its files by name.
-        parts: parts that this rank has read.
-        ranks: all ranks that read.
-
-    Raises:
-        CorruptCheckpointError: a record has another CRC than at the save.
-        RankError: another rank checked a damaged record.
-    """
-    if not any(file.records for file in files.values()):
-        return  # in this format the pieces have checksums
-    read: dict[tuple[str, int], list[Part]] = {}
-    for part in (part for some in ranks.gather(parts) for part in some):
-        read.setdefault((part.file, part.record), []).append(part)
-    with ranks.raise_on_all("checking the records that were read"):
-        for number, (name, start) in enumerate(sorted(read)):
-            if number % ranks.size == ranks.rank:
-                record: Any = next(r for r in files[name].records if r[0] == start)
-                check_record(folder, files[name], record, read[name, start])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from ort_zero.checkpoint.files.storage import CHUNK, Folder
 from ort_zero.checkpoint.records import File
+from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CorruptCheckpointError
 from ort_zero.utils.crc32 import crc32, crc32_combine
 
@@ -26,7 +27,7 @@ class Part(NamedTuple):
 
 
 class RecordChecks:
-    """The CRC-32s of the bytes that one thread reads; bytes that follow the last read extend its part.
+    """The CRC-32s of the bytes that were read; bytes that follow the last read of a record extend its part.
 
     Args:
         files: the files of the checkpoint; files without records are not checked.
@@ -34,61 +35,57 @@ class RecordChecks:
 
     def __init__(self, files: Iterable[File]):
         self._records = {file.name: sorted(file.records) for file in files if file.records}
-        self._starts = {name: [start for start, _, _ in records] for name, records in self._records.items()}
-        self._last: dict[str, tuple[int, int, int]] = {}
-        """The record of each file that was looked up last."""
         self._open: dict[tuple[str, int], Part] = {}
         self._closed: list[Part] = []
 
-    def place_of(self, name: str, offset: int) -> tuple[int | None, int | None]:
-        """Return the end of the record at byte `offset`, and the end of the bytes that were read of it before `offset`.
-
-        Both are positions in the file; None without a record, or without earlier bytes.
-        """
-        record = self._record(name, offset)
-        if record is None:
-            return None, None
-        part = self._open.get((name, record[0]))
-        before = None if part is None or part.offset + part.length > offset else part.offset + part.length
-        return record[0] + record[1], before
-
-    def add(self, name: str, offset: int, views: Iterable[Any]) -> None:
-        """Add bytes of one record that were read: `views`, one after the other from `offset` on."""
-        record = self._record(name, offset)
-        if record is None:
-            return
-        key = (name, record[0])
-        part = self._open.get(key)
-        begin, crc, position = offset, 0, offset
-        if part is not None:
-            if part.offset + part.length == offset:
-                begin, crc = part.offset, part.crc
+    def add(self, name: str, offset: int, view: memoryview) -> None:
+        """Add bytes of a file that were read from `offset` on."""
+        records, end = self._records.get(name, ()), offset + len(view)
+        for index in range(max(0, bisect_right(records, (offset, 1 << 63)) - 1), len(records)):
+            start, length, _ = records[index]
+            low, high = max(offset, start), min(end, start + length)
+            if start >= end:
+                break
+            if low >= high:
+                continue
+            part = self._open.get((name, start))
+            if part is not None and part.offset + part.length == low:
+                low_of_part, crc = part.offset, part.crc
             else:
-                self._closed.append(part)
-        for view in views:
-            crc = crc32(view, crc)
-            position += len(view)
-        self._open[key] = Part(name, record[0], begin, position - begin, crc)
+                low_of_part, crc = low, 0
+                if part is not None:
+                    self._closed.append(part)
+            crc = crc32(view[low - offset : high - offset], crc)
+            self._open[name, start] = Part(name, start, low_of_part, high - low_of_part, crc)
 
     def parts(self) -> list[Part]:
         """Return the parts that were read."""
         return [*self._closed, *self._open.values()]
 
-    def _record(self, name: str, offset: int) -> tuple[int, int, int] | None:
-        last = self._last.get(name)
-        if last is not None and last[0] <= offset < last[0] + last[1]:
-            return last
-        starts = self._starts.get(name)
-        if starts is None:
-            return None
-        index = bisect_right(starts, offset) - 1
-        if index < 0:
-            return None
-        record = self._records[name][index]
-        if offset >= record[0] + record[1]:
-            return None
-        self._last[name] = record
-        return record
+
+def check_records_of(folder: Folder, files: Mapping[str, File], parts: list[Part], ranks: RankGroup) -> None:
+    """Check each record of which any rank has read a part, shared among the ranks. All ranks must call.
+
+    Args:
+        folder: folder of the checkpoint.
+        files: its files by name.
+        parts: parts that this rank has read.
+        ranks: all ranks that read.
+
+    Raises:
+        CorruptCheckpointError: a record has another CRC than at the save.
+        RankError: another rank checked a damaged record.
+    """
+    if not any(file.records for file in files.values()):
+        return  # in this format the pieces have checksums
+    read: dict[tuple[str, int], list[Part]] = {}
+    for part in (part for some in ranks.gather(parts) for part in some):
+        read.setdefault((part.file, part.record), []).append(part)
+    with ranks.raise_on_all("checking the records that were read"):
+        for number, (name, start) in enumerate(sorted(read)):
+            if number % ranks.size == ranks.rank:
+                record = next(r for r in files[name].records if r[0] == start)
+                check_record(folder, files[name], record, read[name, start])
 
 
 def check_record(source: Folder, file: File, record: tuple[int, int, int], parts: Iterable[Part]) -> None:

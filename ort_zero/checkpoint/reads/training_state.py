@@ -40,7 +40,7 @@ class TrainingState:
 
 
 OPTIONAL_KEYS = ("data_sampler", "random_ltd", "lr_scheduler_class")
-"""Keys of a rank's JSON file that earlier versions of ort_zero did not write."""
+"""Keys of a rank's JSON file that only engines with such a part write."""
 
 
 def read_training_state(folder: Folder, source: Source, rank: int) -> TrainingState:

@@ -227,7 +227,6 @@ def _remove_left_overs(folder: Folder, ours: set[str]) -> None:
         stale = name.startswith("rank_") and name not in ours and name.endswith((".safetensors", ".json"))
         if stale or _is_left_over(name):
             folder.remove_if_possible(name)
-    folder.end_left_over_uploads(lambda name: _is_left_over(name) or name in ours)
 
 
 def _is_left_over(name: str) -> bool:

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ort_zero.checkpoint.format.piece_rows import MIN_PIECES_PER_RUN
 from ort_zero.checkpoint.piece_runs import RunCollector
 from ort_zero.checkpoint.records import WEIGHT, File, Tensor
 from ort_zero.checkpoint.saves.capture import Model
@@ -102,7 +101,7 @@ class Parts:
         names = [file.name for file in self.files]
         tensors = []
         for (kind, name), (dtype, collector) in self._collectors.items():
-            pieces = collector.pieces(names, dtype, MIN_PIECES_PER_RUN)
+            pieces = collector.pieces(names, dtype)
             tensors.append(Tensor(name=name, kind=kind, dtype=dtype, shape=shapes[name], pieces=pieces))
         written = {name for _, name in self._collectors}
         empty = [name for name, shape in shapes.items() if 0 in shape and name not in written]

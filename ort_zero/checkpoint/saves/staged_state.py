@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from ort_zero.checkpoint.reads.reading import ReadRequest
+from ort_zero.checkpoint.reads.checked_reads import ReadRequest
 from ort_zero.checkpoint.records import MODULE, Source, Tensor, buffer_kind
 from ort_zero.compat.deepspeed_state import EngineState, Flat, Span
 from ort_zero.utils.host_memory import FilledHostMemory
