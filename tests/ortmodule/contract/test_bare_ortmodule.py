@@ -123,7 +123,6 @@ def test_an_import_alone_leaves_nothing_to_complain_of_at_exit():
     assert "Traceback" not in run("import torch, onnxruntime.training.ortmodule")
 
 
-@pytest.mark.smoke
 def test_an_encoder_trains_as_in_pytorch_with_named_arguments_and_results(ortmodule):
     torch.manual_seed(0)
     eager = Encoder()
