@@ -27,7 +27,6 @@ MEMORY_TRIAL = "ORT_ZERO_MEMORY_TRIAL"
 PROFILE = "ORT_ZERO_PROFILE"
 EXPLAIN = "ORT_ZERO_EXPLAIN"
 _TRUE = {"1", "true", "yes", "on"}
-_FALSE = {"0", "false", "no", "off"}
 _RANKS_OF_HOST = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """Variables of torchrun, DeepSpeed's launcher and Open MPI with the number of ranks on this host."""
 

@@ -30,15 +30,6 @@ _WHILE_ENABLED = (
         r"torch\.distributed\.c10d_logger",
     ),
 )
-_DURING_EXPORT = (
-    # notes that the exporter is the older one, and about single operators
-    (DeprecationWarning, r"", r"torch\.onnx"),
-    (DeprecationWarning, r"You are using the legacy TorchScript-based ONNX export", r""),
-    (DeprecationWarning, r"`torch\.jit\.", r""),
-    (FutureWarning, r"Setting `training` to something other than default", r""),  # torch 2.6
-    (UserWarning, r"", r"torch\.onnx\."),
-    (UserWarning, r"Constant folding", r""),
-)
 _installed: list[tuple] = []
 
 
@@ -47,17 +38,6 @@ def quiet() -> Iterator[None]:
     """Silence warnings from imports and attributes of dependencies in the block, which must not run user code."""
     with warnings.catch_warnings():
         _ignore(_AROUND_OUR_WORK)
-        yield
-
-
-@contextlib.contextmanager
-def quiet_exporter() -> Iterator[None]:
-    """Silence warnings of torch's exporter about itself in the block, also if a program turns warnings into errors."""
-    from torch.jit import TracerWarning
-
-    with warnings.catch_warnings():
-        # values that Python code reads are guards of the graph: the warning that they are constants is wrong here
-        _ignore((*_DURING_EXPORT, (TracerWarning, r"", r"")))
         yield
 
 

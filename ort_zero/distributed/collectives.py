@@ -19,25 +19,6 @@ def world_size(group: Any = None) -> int:
     return dist.get_world_size(group) if dist is not None and dist.is_available() and dist.is_initialized() else 1
 
 
-def exchange_integers(values: Sequence[int], group: Any = None) -> list[list[int]]:
-    """Return the integers of every rank, rank 0 first; cheaper than :func:`exchange`.
-
-    All ranks of `group` must call with the same number of integers.
-
-    Args:
-        values: values of this rank, each within 64 bits.
-        group: process group; None for the default one.
-    """
-    import torch
-    import torch.distributed as dist
-
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    mine = torch.tensor(values, dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(mine) for _ in range(world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return [tensor.tolist() for tensor in everyone]
-
-
 def exchange(value: Any, group: Any = None) -> list[Any]:
     """Return the value of every rank. All ranks of `group` must call."""
     import torch.distributed as dist

@@ -143,25 +143,6 @@ class CallTracker:
             self._remember(key, slot, tensor)
         return slot
 
-    def set_tensor(self, slot: TensorSlot, tensor: torch.Tensor) -> None:
-        """Treat `tensor` as the tensor of `slot` from now on."""
-        self._remember(_identity(tensor), slot, tensor)
-
-    def set_same(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
-        """Treat `other` as the same tensor as `tensor`, if `tensor` has a slot in this step."""
-        seen = self._seen.get(_identity(tensor))
-        if seen is not None and not seen[1].expired():
-            with torch.no_grad():
-                self._seen[_identity(other)] = (seen[0], StorageWeakRef(other.untyped_storage()))
-
-    def slots_by_tensor(self) -> dict[int, list[TensorSlot]]:
-        """Return all slots of each tensor of the step, by the order of the tensor's first slot."""
-        slots = {slot.order: [slot] for slot in self.slots if slot.source < 0}
-        for slot in self.slots:
-            if slot.source >= 0:
-                slots[slot.source].append(slot)
-        return slots
-
     def _remember(self, key: tuple, slot: TensorSlot, tensor: torch.Tensor) -> None:
         with torch.no_grad():
             self._seen[key] = (slot.order, StorageWeakRef(tensor.untyped_storage()))

@@ -76,10 +76,5 @@ class SubscriberBase:
         """Return True if the subclass overrides an action on gradients."""
         return self._overrides("gradient_tensor_apply", "gradient_slot_apply")
 
-    def acts_on_tensors(self) -> bool:
-        """Return True if the subclass overrides an action on tensors or gradients, which needs extra graph nodes."""
-        names = ("pre_forward_tensor_apply", "post_forward_tensor_apply", "forward_slot_apply")
-        return self._overrides(*names) or self.acts_on_gradients()
-
     def _overrides(self, *names: str) -> bool:
         return any(getattr(type(self), name) is not getattr(SubscriberBase, name) for name in names)
