@@ -14,7 +14,7 @@ from ort_zero.utils.script_process import ScriptFailure
 _EPILOG = """The script is started unchanged and ended after its first step. Exit status: 0 = explained; 2 = not
 explained, with an error."""
 _SETTINGS = (
-    'all that ONNX Runtime can run, whatever is faster: set "compile": {"place": "ort"} in the section',
+    'all that ONNX Runtime can run, whatever is faster: set "{engine}": {{"place": "ort"}} in the section',
     'a module that PyTorch should run whole: set "exclude": ["PATTERN"], such as ["*.head"]',
 )
 """What a user can set, as the last lines."""
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             script_process.command_line(script, args.arguments, launcher), env.EXPLAIN, {}
         )
         if not done.reports:
-            why = "it trained no second step, or no model of it runs in the compile backend"
+            why = "it trained no second step, or no model of it runs in ONNX Runtime"
             if done.status:
                 why = f"it ended with status {done.status}"
             raise ExplainedScriptError(f"{script} explained nothing: {why}", done.tail if done.status else ())
@@ -84,4 +84,4 @@ def lines_of(report: dict[str, Any]) -> list[str]:
         f"divided at {each['where']}, Python runs between two graphs: {each['reason'].partition(' Explanation: ')[0]}"
         for each in report["graph_breaks"]
     ]
-    return [*lines, *_SETTINGS]
+    return [*lines, *(setting.format(engine=report["engine"]) for setting in _SETTINGS)]

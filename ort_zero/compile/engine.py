@@ -9,12 +9,13 @@ from torch import nn
 
 from ort_zero import log
 from ort_zero.compat.compiled_backward import GRAPH_NODE
-from ort_zero.compile import explain, sessions
+from ort_zero.compile import sessions
 from ort_zero.compile.deferred_logits import is_head
 from ort_zero.compile.dynamo_backend import Compiler
 from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.records import ModelRecord
 from ort_zero.compile.settings import Settings
+from ort_zero.units import explain
 
 _MIN_SHARE = 0.5
 """Share of floating-point operations in ONNX Runtime below which a warning says so."""
@@ -52,7 +53,8 @@ class CompileEngine:
 
     def end_first_step(self, status: Callable[[], dict[str, Any]]) -> bool:
         """Write what a command asks, choose what forwards keep, and warn if ONNX Runtime runs little of the model."""
-        explain.end_if_asked(self.record, status)
+        memory = self.record.memory
+        explain.end_if_asked(self.record, status, lambda budgets: [memory.plan(budget) for budget in budgets])
         chosen = self.record.memory.is_open and self.record.memory.choose()
         share = self.record.flop_share()
         if share is not None and share < _MIN_SHARE and self._settings.place == "ort":

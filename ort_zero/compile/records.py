@@ -51,6 +51,22 @@ class GraphRecord(UnitGraph):
     """Why PyTorch runs each of these operators."""
     torch_flops: int
 
+    def segments_as_dicts(self) -> list[dict[str, Any]]:
+        """Return the segments, with the runtime of each, as plain values."""
+        return [
+            {
+                "nodes": segment.nodes,
+                "flops": segment.flops,
+                "runner": "onnxruntime" if segment.in_ort else "torch",
+                "reason": segment.trial.reason,
+            }
+            for segment in self.segments
+        ]
+
+    def calls_in_torch(self) -> list[tuple[str, int, str]]:
+        """Return the operators that PyTorch runs between the segments, with their numbers and the reasons."""
+        return [(name, self.in_torch[name], why) for name, why in self.reasons.items()]
+
     def text(self) -> str:
         """Return the graph in a line: direction, segments, operators that PyTorch runs, and why the graph was made."""
         parts = [f"{self.direction}: {len(self.segments)} segments"]

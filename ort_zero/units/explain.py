@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ort_zero import env
 from ort_zero.compat import torch_compile
-from ort_zero.compile.records import ModelRecord
+from ort_zero.units.records import UnitsRecord
 from ort_zero.utils.atomic_write import write_json
 
 _WAYS_OUT = (
@@ -21,33 +21,27 @@ _WAYS_OUT = (
 )
 
 
-def explanation(record: ModelRecord, status: Mapping[str, Any]) -> dict[str, Any]:
+def explanation(record: UnitsRecord[Any], status: Mapping[str, Any]) -> dict[str, Any]:
     """Return what runs where in a model, by unit, as plain values; `status` is the model's."""
     units: dict[str, Any] = {}
     for graph in record.graphs:
         unit = units.setdefault(graph.unit, {"graphs": [], "in_torch": {}, "recompilations": []})
+        calls = graph.calls_in_torch()
         unit["graphs"].append(
             {
                 "direction": graph.direction,
-                "segments": [
-                    {
-                        "nodes": segment.nodes,
-                        "flops": segment.flops,
-                        "runner": "onnxruntime" if segment.in_ort else "torch",
-                        "reason": segment.trial.reason,
-                    }
-                    for segment in graph.segments
-                ],
-                "torch_calls": graph.in_torch.total(),
+                "segments": graph.segments_as_dicts(),
+                "torch_calls": sum(count for _, count, _ in calls),
             }
         )
-        for name, why in graph.reasons.items():
+        for name, count, why in calls:
             entry = unit["in_torch"].setdefault(name, {"count": 0, "why": why, "way_out": way_out(why)})
-            entry["count"] += graph.in_torch[name]
+            entry["count"] += count
         if graph.recompile_reason and graph.recompile_reason not in unit["recompilations"]:
             unit["recompilations"].append(graph.recompile_reason)
     return {
         "model": status["module"],
+        "engine": status["engine"],
         "modules": Counter(status["unit_classes"]),
         "units": units,
         "failures": status["failures"],
@@ -61,18 +55,25 @@ def way_out(reason: str) -> str:
     return next((way for part, way in _WAYS_OUT if part in reason), "")
 
 
-def end_if_asked(record: ModelRecord, status: Callable[[], dict[str, Any]]) -> None:
+def end_if_asked(
+    record: UnitsRecord[Any],
+    status: Callable[[], dict[str, Any]],
+    plans: Callable[[Sequence[str]], Any] | None = None,
+) -> None:
     """Write a report and end the script, if ``ort-zero explain`` or ``ort-zero memory plan`` has started it.
+
+    Args:
+        record: the graphs of the model.
+        status: returns the model's entry in ``ort_zero.status()["models"]``.
+        plans: returns what budgets would have units compute again; None where an engine has no such plans.
 
     Raises:
         SystemExit: after the report is written.
     """
-    reports = (
-        (env.explain_file(), lambda asked: explanation(record, status())),
-        (env.memory_trial_file(), lambda asked: [record.memory.plan(budget) for budget in asked["budgets"]]),
-    )
-    for request, make in reports:
-        if request is not None:
-            asked = json.loads(request.read_text(encoding="utf-8"))
-            write_json(Path(f"{asked['report']}.{env.rank()}"), make(asked))
-            raise SystemExit(0)
+    request, make = env.explain_file(), lambda asked: explanation(record, status())
+    if request is None and plans is not None:
+        request, make = env.memory_trial_file(), lambda asked: plans(asked["budgets"])
+    if request is not None:
+        asked = json.loads(request.read_text(encoding="utf-8"))
+        write_json(Path(f"{asked['report']}.{env.rank()}"), make(asked))
+        raise SystemExit(0)
