@@ -24,6 +24,8 @@ _not_freed: list[weakref.ref] = []
 """The runtimes of all models that still exist, including models of destroyed engines."""
 _last_statuses: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 """The newest status of each runtime that was taken while its module lived."""
+_newest: list[weakref.ref] = []
+"""The runtime of the newest model, freed or not."""
 _gone: list[dict[str, Any]] = []
 """The final status of the newest model, once the model is gone and until another one is wrapped."""
 _MIN_COLLECTED_BYTES = 64 << 20
@@ -45,6 +47,7 @@ def register(runtime: Any) -> None:
     _runtimes[:] = [ref for ref in _runtimes if ref() is not None]
     _runtimes.append(weakref.ref(runtime))
     _gone.clear()
+    _newest[:] = [weakref.ref(runtime)]
     status_of(runtime)
     # another wrap of the module replaces this runtime, which must not live on
     weakref.finalize(runtime.module, lambda ref: end(ref()) if ref() else None, weakref.ref(runtime)).atexit = False
@@ -66,8 +69,7 @@ def unregister(runtime: Any) -> None:
 
 def end(runtime: Any) -> None:
     """Take a model that is freed or destroyed out of :func:`runtimes`; the newest model's final status is kept."""
-    living = runtimes()
-    if living and living[-1] is runtime:
+    if runtime in runtimes() and _newest[0]() is runtime:  # a collection may free older models after the newest one
         now, before = runtime.status(), _last_statuses[runtime]
         failures = {**before["failures"], **now["failures"]}
         fallbacks = now["fallbacks"] + len(failures) - len(now["failures"])

@@ -14,6 +14,7 @@ from rank_processes.ranks import free_port
 from torch.utils.file_baton import FileBaton
 
 from ort_zero import doctor
+from ort_zero.backends import registry
 from ort_zero.compat import torch_extensions, versions
 from ort_zero.utils.patching import PatchSet
 
@@ -46,6 +47,8 @@ def building(lock):
 
 def test_whoever_waits_reads_for_what_and_doctor_finds_the_lock_of_a_killed_build(lock, building, monkeypatch, capsys):
     monkeypatch.setattr(torch_extensions, "_SILENT_SECONDS", 0.3)
+    is_applied = "compiled operators" in registry.patch_sets  # by the plugin, if a test before has enabled it
+    registry.restore("compiled operators")
     patches = PatchSet("compiled operators", torch_extensions.patches())
     patches.apply()
     try:
@@ -59,6 +62,8 @@ def test_whoever_waits_reads_for_what_and_doctor_finds_the_lock_of_a_killed_buil
         assert "no process of this machine holds the file" in left and left.rstrip().endswith(f"rm {lock}")
     finally:
         patches.restore()
+        if is_applied:
+            registry.apply("compiled operators", torch_extensions.patches)
     (problem,) = [each for each in doctor.examine().problems if str(lock) in each.what]
     subprocess.run(problem.fix, shell=True, check=True)
     assert not lock.exists() and not any(str(lock) in each.what for each in doctor.examine().problems)

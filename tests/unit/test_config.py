@@ -40,8 +40,9 @@ def test_unknown_key_names_path_value_and_nearest_key(section, path, value, near
 @pytest.mark.parametrize(
     ("section", "answers"),
     [
-        ({"place": "ort"}, ['"compile.place", that is "compile": {"place": "ort"}?']),
-        ({"plaec": "ort"}, ['"compile.place", that is "compile": {"place": "ort"}?']),
+        ({"place": "ort"}, ['"compile.place", that is "compile": {"place": "ort"}, or "ortmodule.place", that is']),
+        ({"plaec": "ort"}, ['"compile.place", that is "compile": {"place": "ort"}, or "ortmodule.place", that is']),
+        ({"verify": "off"}, ['"compile.verify", that is "compile": {"verify": "off"}?']),
         ({"compile": {"exclude": ["head"]}}, ['"exclude", that is "exclude": ["head"]?']),
         ({"memory": {"enabled": True}}, ['"enabled", that is', '"statistics.enabled", that is "statistics": {"ena']),
         ({"output_dir": "run"}, ['"statistics.output_dir", that is "statistics": {"output_dir": "run"}?']),

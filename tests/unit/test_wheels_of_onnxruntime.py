@@ -63,7 +63,6 @@ class Site:
 @pytest.fixture
 def site(tmp_path, monkeypatch) -> Site:
     """A folder of packages that this process and the ones that it starts look at first, without onnxruntime."""
-    monkeypatch.setattr(deepspeed_programs, "missing_program", lambda: None)
     monkeypatch.setattr(deepspeed_programs, "missing_for_operators", lambda: None)
     monkeypatch.setattr(deepspeed_programs, "unsuitable_compiler", lambda: None)
     monkeypatch.setattr(torch_extensions, "unheld_locks", lambda: [])

@@ -12,7 +12,6 @@ from older_versions import older
 from torch import nn
 
 import ort_zero
-from ort_zero.compat.torch_compile import is_dynamos
 
 
 class Fails(nn.Module):
@@ -82,12 +81,3 @@ def test_errors_are_those_of_pytorch_and_the_units_stay():
     torch.testing.assert_close(compiled(GOOD), eager(GOOD))
     status = ort_zero.status()["models"][-1]
     assert status["units"] == ["blocks.0", "blocks.1"] and status["failures"] == {}
-
-
-def test_a_bare_assertion_is_dynamos_if_dynamo_raises_it():
-    for module, wanted in {"torch._dynamo.symbolic_convert": True, "model": False}.items():
-        names: dict[str, Any] = {"__name__": module}
-        exec("def fail(): assert False", names)
-        with pytest.raises(AssertionError) as caught:
-            names["fail"]()
-        assert is_dynamos(caught.value) == wanted
