@@ -69,7 +69,9 @@ def unregister(runtime: Any) -> None:
 
 def end(runtime: Any) -> None:
     """Take a model that is freed or destroyed out of :func:`runtimes`; the newest model's final status is kept."""
-    if runtime in runtimes() and _newest[0]() is runtime:  # a collection may free older models after the newest one
+    if (
+        runtime is not None and runtime in runtimes() and runtime is _newest[0]()
+    ):  # a collection may free older models after the newest one
         now, before = runtime.status(), _last_statuses[runtime]
         failures = {**before["failures"], **now["failures"]}
         fallbacks = now["fallbacks"] + len(failures) - len(now["failures"])

@@ -72,9 +72,11 @@ def _prepare(function: Any) -> None:
         for index, like in enumerate(ctx._input_metadata):
             if values[index] is None:
                 values[index] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        if not are_batched(values):
+            return run(values)
         keep, ctx.maybe_clear_saved_tensors = ctx.maybe_clear_saved_tensors, lambda: None
         try:
-            return run_for_each(run, values)
+            return _one_by_one(run, values)
         finally:
             ctx.maybe_clear_saved_tensors = keep
 
@@ -82,11 +84,14 @@ def _prepare(function: Any) -> None:
     setattr(function, _PREPARED, True)
 
 
+def are_batched(gradients: Iterable[Any]) -> bool:
+    """Return True for gradients that ``vmap`` has joined."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or any(map(_is_legacy, gradients))
+
+
 def run_for_each(backward: Backward, gradients: list[Any]) -> Sequence[Any]:
     """Run a backward, once for each element of gradients that ``vmap`` has joined."""
-    if torch._C._functorch.peek_interpreter_stack() is None and not any(map(_is_legacy, gradients)):
-        return backward(gradients)
-    return _one_by_one(backward, gradients)
+    return _one_by_one(backward, gradients) if are_batched(gradients) else backward(gradients)
 
 
 def _is_legacy(gradient: Any) -> bool:

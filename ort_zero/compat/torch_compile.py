@@ -98,8 +98,11 @@ def compile_function(
         _conversions += 1
         _converted.module = _module_of(getattr(args[0], "f_locals", {}))
         settings = dynamo_config.patch(_DYNAMO_OPTIONS)
-        with while_converting[-1](_converted.module), _tracing, settings, _leaving_generators_to_python():
-            return convert(*args, **kwargs)
+        try:
+            with while_converting[-1](_converted.module), _tracing, settings, _leaving_generators_to_python():
+                return convert(*args, **kwargs)
+        finally:
+            _converted.module = None  # holds no model
 
     optimize.callback = convert_with_options
     return optimize(function)
@@ -114,7 +117,7 @@ while_converting: list[Callable[[Any], AbstractContextManager[None]]] = [nullcon
 """The last one makes the block around a conversion, of the module whose call is converted."""
 _conversions = 0
 _converted = threading.local()
-"""The module whose call this thread's newest conversion is of."""
+"""The module whose call this thread converts now."""
 _tracing = threading.RLock()
 """Held while :data:`_DYNAMO_OPTIONS` are set, so that no other thread restores them too early, or keeps them."""
 

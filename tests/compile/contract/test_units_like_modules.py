@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import ort_zero
+from ort_zero.compat.torch_modules import modules_of
 from ort_zero.units.unit_forward import UnitForward, is_compiled
 
 WIDTH = 16
@@ -62,7 +63,7 @@ def assert_close(ours: Any, theirs: Any) -> None:
 
 def backwards(model: nn.Module) -> int:
     """Return the number of backwards in ONNX Runtime of the newest model, or of all that torch.compile has compiled."""
-    is_wrapped = any(isinstance(vars(each).get("forward"), UnitForward) for each in model.modules())
+    is_wrapped = any(isinstance(vars(each).get("forward"), UnitForward) for each in modules_of(model))
     models = ort_zero.status()["models"]
     model_status = models[-1] if is_wrapped else next(each for each in models if each["module"] == "TorchCompile")
     return model_status["graph_runs"].get("backward", 0)
