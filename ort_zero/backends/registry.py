@@ -69,13 +69,13 @@ def unregister(runtime: Any) -> None:
 
 def end(runtime: Any) -> None:
     """Take a model that is freed or destroyed out of :func:`runtimes`; the newest model's final status is kept."""
-    if (
-        runtime is not None and runtime in runtimes() and runtime is _newest[0]()
-    ):  # a collection may free older models after the newest one
-        now, before = runtime.status(), _last_statuses[runtime]
+    newest: Any = _newest[0]() if _newest else None
+    # a collection may free older models after the newest one
+    if newest is not None and newest is runtime and newest in runtimes():
+        now, before = newest.status(), _last_statuses[newest]
         failures = {**before["failures"], **now["failures"]}
         fallbacks = now["fallbacks"] + len(failures) - len(now["failures"])
-        freed = ("module", "units", "unit_classes") if runtime.module is None else ()  # what it can no longer tell
+        freed = ("module", "units", "unit_classes") if newest.module is None else ()  # what it can no longer tell
         of_module = {key: before[key] for key in freed}
         _gone[:] = [{**now, **of_module, "failures": failures, "fallbacks": fallbacks, "gone": True}]
     unregister(runtime)
