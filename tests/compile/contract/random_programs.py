@@ -380,8 +380,8 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _graph_runs() -> int:
-    """Return the number of runs of all graphs that have a segment in ONNX Runtime."""
-    models = [model for model in ort_zero.status()["models"] if model["backend"] == "onnxruntime"]
+    """Return the number of runs of all graphs that have a segment in ONNX Runtime, of models that live."""
+    models = [each for each in ort_zero.status()["models"] if each["backend"] == "onnxruntime" and not each["gone"]]
     return sum(sum(model["graph_runs"].values()) for model in models)
 
 
