@@ -46,10 +46,10 @@ def measure(layers: int, hidden: int, in_ort: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     made: list[Any] = []
     if in_ort:
-        from ort_zero.compile import sessions
+        from ort_zero.units import session_options
 
         warm_up()
-        sessions.profile(None, made.append)
+        session_options.profile(None, made.append)
     model = build(layers, hidden)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if in_ort:

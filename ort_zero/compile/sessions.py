@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from ort_zero.compile import devices
 from ort_zero.compile.assembly import SegmentModel
 from ort_zero.compile.conversion.fragments import NUMPY_TYPES, ONNX_TYPES
 from ort_zero.compile.layouts import sizes_and_strides
+from ort_zero.units.session_options import register_arena, report_session, session_options
 from ort_zero.utils.named_ranges import SESSION, named_range
 
 
@@ -65,7 +65,7 @@ class Session:
         self.nodes = len(model.nodes)
         self.runs = 0
         """Number of runs."""
-        self._session = onnxruntime.InferenceSession(self.serialized, _options(threads), providers=[provider])
+        self._session = onnxruntime.InferenceSession(self.serialized, session_options(threads), providers=[provider])
         self._run = onnxruntime_binding.runner_of(
             self._session,
             (device.type, device.index or 0),
@@ -155,67 +155,22 @@ def _element_type(dtype: torch.dtype) -> Any:
     return NUMPY_TYPES.get(dtype, ONNX_TYPES[dtype])
 
 
-def _options(threads: int) -> Any:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    if _profiling["prefix"] is not None:
-        options.enable_profiling = True
-        options.profile_file_prefix = f"{_profiling['prefix']}.{next(_numbers)}"
-    # all sessions take their memory from one arena; each its own would keep the peaks of all
-    options.add_session_config_entry("session.use_env_allocators", "1")
-    # spinning threads would take the cores from PyTorch's
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return options
-
-
-def profile(prefix: str | None, session_made: Callable[[Session], None] | None) -> None:
-    """Have sessions that are made from now on record their nodes; None ends that.
-
-    Args:
-        prefix: beginning of the names of the files that sessions write.
-        session_made: called with each new session.
-    """
-    _profiling["prefix"], _profiling["session_made"] = prefix, session_made
-
-
-_profiling: dict[str, Any] = {"prefix": None, "session_made": None}
-_numbers = itertools.count()
 _sessions: weakref.WeakValueDictionary[tuple[SegmentModel, torch.device, int], Session] = weakref.WeakValueDictionary()
 _making = threading.Lock()
-_with_arena: set[torch.device] = set()
-"""Devices whose allocator is registered with ONNX Runtime, for all sessions of this process."""
 
 
 def session_of(model: SegmentModel, device: torch.device) -> Session:
     """Return the session of a model, the same for equal models."""
     key = (model, device, torch.get_num_threads())
     with _making:
-        _register_arena(device)
+        register_arena(device, devices.PROVIDERS[device.type])
         session = _sessions.get(key)
         if session is None:
             session = _sessions[key] = Session(model, device, key[2])
-            if _profiling["session_made"] is not None:
-                _profiling["session_made"](session)
+            report_session(session)
         return session
 
 
 def count() -> int:
     """Return the number of sessions in this process."""
     return len(_sessions)
-
-
-def _register_arena(device: torch.device) -> None:
-    """Register ONNX Runtime's allocator of a device in this process, from which all sessions take memory."""
-    if device in _with_arena:
-        return
-    _with_arena.add(device)
-    arena, kind = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
-    as_requested = onnxruntime.OrtArenaCfg(0, 1, -1, -1)
-    if device.type == "cpu":
-        memory = onnxruntime.OrtMemoryInfo("Cpu", arena, 0, kind)
-        onnxruntime.create_and_register_allocator(memory, as_requested)
-        return
-    memory = onnxruntime.OrtMemoryInfo(device.type.capitalize(), arena, device.index or 0, kind)
-    onnxruntime.create_and_register_allocator_v2(devices.PROVIDERS[device.type], memory, {}, as_requested)

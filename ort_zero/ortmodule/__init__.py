@@ -1,1 +1,4 @@
-"""ORTModule of onnxruntime-training: :mod:`.upstream` makes it run on today's torch."""
+"""The engine of onnxruntime-training: each graph of Dynamo becomes a training graph of ORTModule.
+
+:mod:`.upstream` makes ORTModule run on today's torch.
+"""

@@ -71,7 +71,6 @@ def run(model: Any, section: config.Config, zero: Mapping[str, Any]) -> UnitsMod
 
 def node_profiles(prefix: str) -> NodeProfiles:
     """Have new sessions record their nodes, into files that begin with `prefix`."""
-    from ort_zero.ortmodule.upstream import sessions
     from ort_zero.units.node_profiles import SessionProfiles
 
-    return SessionProfiles(prefix, sessions.profile)
+    return SessionProfiles(prefix)

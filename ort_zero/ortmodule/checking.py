@@ -98,7 +98,7 @@ def _difference(
     wrong = next((i for i in pairs if results[i].dtype is not wanted[i].dtype), None)  # type: ignore[union-attr]
     if wrong is not None:
         return f"result {wrong} is of {results[wrong].dtype}, not {wanted[wrong].dtype}"  # type: ignore[union-attr]
-    draws = graph.draws.make(arguments)  # those of the run: the generator's state is that of before
+    draws = graph.draws.make(arguments)  # as in the run: the generator is in the state that it had before
 
     def of(run: fx.GraphModule, move: Callable[[Any], Any]) -> list[torch.Tensor]:
         values = _results(graph, lambda *inputs: run(*inputs, *map(move, draws)), [*map(move, arguments)], cotangents)

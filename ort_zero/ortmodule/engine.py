@@ -52,7 +52,7 @@ class OrtEngine:
         return unit_class in self.record.units_in_torch
 
     def end_first_step(self, status: Callable[[], dict[str, Any]]) -> bool:
-        """Write what a command asks; nothing is chosen after the first step."""
+        """Write the report that a command such as ``ort-zero explain`` asked for; never compile the units again."""
         explain.end_if_asked(self.record, status)
         return False
 

@@ -52,7 +52,7 @@ class OrtGraphRecord(UnitGraph):
 
 @dataclass(slots=True)
 class OrtRecord(UnitsRecord[OrtGraphRecord]):
-    """The graphs of one model."""
+    """The graphs of one model that Dynamo captured for this engine, and what their sessions ran."""
 
     def of_unit(self, unit_class: str) -> list[OrtGraphRecord]:
         """Return the graphs of a class of units."""

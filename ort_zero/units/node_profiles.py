@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from ort_zero.units import session_options
+
 _RUN, _KERNEL = "model_run", "_kernel_time"
 """Names of ONNX Runtime's events: a run of a session, and the end of the name of a node's."""
 
@@ -28,15 +30,13 @@ class SessionProfiles:
 
     Args:
         prefix: beginning of the names of the files that sessions write.
-        profile: has new sessions of an engine record their nodes, into files with that prefix, and tell each session.
     """
 
-    def __init__(self, prefix: str, profile: Callable[[str | None, Callable[[ProfiledSession], None] | None], None]):
-        self._profile = profile
+    def __init__(self, prefix: str):
         self._marks: dict[ProfiledSession, list[int]] = {}
         """For each session, the number of its runs when each profiled step began."""
         self._graph_built: Callable[[int, int, bool], int] = lambda nodes, python_ops, training: 0
-        profile(prefix, self._session_made)
+        session_options.profile(prefix, self._session_made)
 
     def recorder(self, graph_built: Callable[[int, int, bool], int]) -> Callable[[Any], Callable[[], None]]:
         """Return a ``graph_recorder``; sessions report themselves, so it has nothing to do."""
@@ -53,7 +53,7 @@ class SessionProfiles:
 
     def end(self) -> None:
         """Record no further sessions."""
-        self._profile(None, None)
+        session_options.profile(None, None)
         for session, marks in self._marks.items():
             marks.append(session.runs)
 

@@ -35,7 +35,7 @@ def _subscriber(offload: Any) -> Any:
 
 def _build_setup(original: Callable) -> Callable:
     def setup_zero_stage3_hooks(self: Any) -> None:
-        """Set the hooks up, for an engine with a section through the subscriber."""
+        """Register the ZeRO-3 hooks of a module: DeepSpeed's, or with an ``"ort_zero"`` section the subscriber's."""
         setattr(self, _HAS_SECTION, backend_context.has_section())
         if not has_section(self):
             original(self)

@@ -65,5 +65,5 @@ class SizeReader:
         return int(expression_of(value).xreplace(dict(zip(self._sources, symbols, strict=True))))
 
     def knows(self, value: Any) -> bool:
-        """Return True if the arguments tell the value of a number."""
+        """Return True if a number follows from the graph's inputs, so that :meth:`evaluate` can compute it."""
         return not isinstance(value, torch.SymInt) or expression_of(value).free_symbols <= self._sources.keys()

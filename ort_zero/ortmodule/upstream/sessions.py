@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from onnxruntime.capi import _pybind_state
 from onnxruntime.capi.onnxruntime_inference_collection import get_ort_device_type
 from torch._C import _from_dlpack, _to_dlpack
 
+from ort_zero.units.session_options import register_arena, report_session, session_options
+
 _TYPES = {
     "float": onnx.TensorProto.FLOAT, "double": onnx.TensorProto.DOUBLE, "float16": onnx.TensorProto.FLOAT16,
     "bool": onnx.TensorProto.BOOL, "uint8": onnx.TensorProto.UINT8, "int8": onnx.TensorProto.INT8,
     "int16": onnx.TensorProto.INT16, "int32": onnx.TensorProto.INT32, "int64": onnx.TensorProto.INT64,
 }  # fmt: skip
-_profiling: dict[str, Any] = {"prefix": None, "session_made": None}
-_numbers = itertools.count()
 
 
 class SessionError(Exception):
@@ -52,8 +51,7 @@ class Session:
         self._run: Callable[..., None] = self._session._sess.run_with_ortvaluevector
         self._names = list(self.inputs), list(self.outputs)
         self._options = onnxruntime.RunOptions()
-        if _profiling["session_made"] is not None:
-            _profiling["session_made"](self)
+        report_session(self)
 
     def types(self) -> Mapping[str, onnx.ValueInfoProto]:
         """Return element types and sizes of the results."""
@@ -97,45 +95,13 @@ class Session:
 
 
 def _options(is_optimized: bool) -> Any:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.inter_op_num_threads = 1
+    register_arena(torch.device("cpu"), "CPUExecutionProvider")
+    options = session_options(torch.get_num_threads())
     options.enable_mem_pattern = False
     # with reuse, graphs of upstream's builder had wrong results: kernels there write into their inputs
     options.enable_mem_reuse = False
-    options.log_severity_level = 3
     if is_optimized:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     # weights are inputs, and change; a packed copy would be of no use
     options.add_session_config_entry("session.disable_prepacking", "1")
-    # all sessions take their memory from one arena; each its own would keep the peaks of all
-    _register_arena()
-    options.add_session_config_entry("session.use_env_allocators", "1")
-    # spinning threads would take the cores from PyTorch's
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if _profiling["prefix"] is not None:
-        options.enable_profiling = True
-        options.profile_file_prefix = f"{_profiling['prefix']}.{next(_numbers)}"
     return options
-
-
-def profile(prefix: str | None, session_made: Callable[[Session], None] | None) -> None:
-    """Have sessions that are made from now on record their nodes; None ends that.
-
-    Args:
-        prefix: beginning of the names of the files that sessions write.
-        session_made: called with each new session.
-    """
-    _profiling["prefix"], _profiling["session_made"] = prefix, session_made
-
-
-_has_arena: list[bool] = []
-
-
-def _register_arena() -> None:
-    """Register one CPU allocator with ONNX Runtime, from which all sessions of this process take memory."""
-    if not _has_arena:
-        _has_arena.append(True)
-        arena, kind = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
-        memory = onnxruntime.OrtMemoryInfo("Cpu", arena, 0, kind)
-        onnxruntime.create_and_register_allocator(memory, onnxruntime.OrtArenaCfg(0, 1, -1, -1))
