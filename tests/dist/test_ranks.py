@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -52,6 +53,10 @@ def build_for_ever():
     lock = Path(os.environ["TORCH_EXTENSIONS_DIR"], "py", "an_op", "lock")
     lock.parent.mkdir(parents=True)
     lock.touch()
+    another = lock.parents[1] / "built_beside"
+    another.mkdir()
+    holds = f"exec 3> {another / 'lock'}; echo $$ > {another / 'process'}; sleep 600"
+    subprocess.Popen(["sh", "-c", holds], start_new_session=True)  # as a launch beside this one
     if os.environ["RANK"] == "0":
         time.sleep(600)
 
@@ -102,7 +107,8 @@ def test_a_killed_rank_leaves_no_lock_of_a_build(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="did not finish"):
         run_on_ranks(build_for_ever, 1, timeout=3, fresh=True)
     assert (tmp_path / "py" / "an_op").is_dir()
-    assert [lock.parent.name for lock in tmp_path.rglob("lock")] == ["other"]
+    os.killpg(int((tmp_path / "py" / "built_beside" / "process").read_text()), signal.SIGKILL)
+    assert sorted(lock.parent.name for lock in tmp_path.rglob("lock")) == ["built_beside", "other"]
 
 
 def test_a_function_that_no_other_process_can_find_is_refused():

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ort_zero.compat import torch_extensions
 from rank_processes import _warm
 
 _warmed: _warm.Server | None = None
@@ -142,14 +143,13 @@ def _launched(
     with tempfile.TemporaryDirectory(prefix="ort_zero_ranks_") as name:
         folder = Path(name)
         (folder / "spec.pkl").write_bytes(pickle.dumps(spec))
-        locked = _build_locks()
+        left_before = torch_extensions.unheld_locks()
         processes = _start(folder, world_size, env, fresh, "errors" if "command" in spec else None, imports)
         try:
             yield folder, processes
         finally:
             if _kill(processes):
-                for lock in _build_locks() - locked:
-                    lock.unlink(missing_ok=True)
+                _remove_left_locks(left_before)
 
 
 def _absolute_sys_path() -> list[str]:
@@ -310,11 +310,13 @@ def _kill(processes: list[subprocess.Popen | _warm.Forked]) -> bool:
     return any([process.wait() < 0 for process in processes])
 
 
-def _build_locks() -> set[Path]:
-    """Return torch's lock files of C++ extensions; every rank takes one at its start, for DeepSpeed's operator.
+def _remove_left_locks(left_before: Sequence[Path]) -> None:
+    """Remove the locks of C++ extensions that killed ranks have left: torch would wait for them for ever.
 
-    A lock that a killed process leaves makes all later processes wait forever.
+    Every rank takes one at its start, for DeepSpeed's operator. What another launch beside this one holds stays.
     """
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
-    return {*Path(root).glob("*/lock"), *Path(root).glob("*/*/lock")}
+    left = set(torch_extensions.unheld_locks()).difference(left_before)
+    if left:
+        time.sleep(0.2)  # torch closes the file before it removes it
+    for lock in left.intersection(torch_extensions.unheld_locks()):
+        lock.unlink(missing_ok=True)
