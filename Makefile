@@ -30,6 +30,8 @@ QUIET := $(if $(wildcard /dev/nvidia0 /dev/kfd /dev/dri /dev/accel),,DS_ACCELERA
 RUFF := .ci/ruff.toml
 PYTEST := $(BIN)/python -m pytest
 ORTMODULE_PYTEST := TORCH_EXTENSIONS_DIR="$(CURDIR)/$(ORTMODULE)/torch_extensions" $(ORTMODULE_BIN)/python -m pytest
+# what is slow shows above pytest's closing line
+SLOWEST := --durations=25
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 # two launches of ranks side by side: while one waits, imports in a single process or exports, the other has the cores
 RANKS := -n 2 --dist loadfile
@@ -149,7 +151,8 @@ browser:
 
 .PHONY: test
 test: compiler $(TESTS_READY) browser ## Run the tests of plugin, compile backend, checkpoints, statistics, ranks, commands and pages
-	$(PYTEST) -m "not slow" $(PARALLEL) $(ONE_PROCESS); one=$$?; $(PYTEST) -m "not slow" $(RANKS) $(SEVERAL_RANKS) && exit $$one
+	$(PYTEST) -m "not slow" $(SLOWEST) $(PARALLEL) $(ONE_PROCESS); one=$$?; \
+	$(PYTEST) -m "not slow" $(SLOWEST) $(RANKS) $(SEVERAL_RANKS) && exit $$one
 
 .PHONY: test-fast
 test-fast: $(TESTS_READY) ## Run the unit tests of what needs no torch, in less than a minute; without a browser too
@@ -157,8 +160,8 @@ test-fast: $(TESTS_READY) ## Run the unit tests of what needs no torch, in less 
 
 .PHONY: test-ortmodule
 test-ortmodule: $(ORTMODULE_READY) ## Run every test of the engine of onnxruntime-training but the slow ones (six minutes)
-	$(ORTMODULE_PYTEST) -m "not slow" $(PARALLEL) tests/ortmodule/unit tests/ortmodule/contract; one=$$?; \
-	$(ORTMODULE_PYTEST) -m "not slow" $(RANKS) tests/ortmodule/dist && exit $$one
+	$(ORTMODULE_PYTEST) -m "not slow" $(SLOWEST) $(PARALLEL) tests/ortmodule/unit tests/ortmodule/contract; one=$$?; \
+	$(ORTMODULE_PYTEST) -m "not slow" $(SLOWEST) $(RANKS) tests/ortmodule/dist && exit $$one
 
 .PHONY: test-slow
 test-slow: compiler $(TESTS_READY) $(ORTMODULE_READY) ## Run the tests that take minutes
