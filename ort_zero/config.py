@@ -75,13 +75,21 @@ class StatisticsConfig(_Strict):
     """The section ``ort_zero.statistics``: collection of statistics of activations, gradients and parameters."""
 
     enabled: bool = False
+    """Collect statistics of this run."""
     output_dir: str | None = None
+    """Folder of the run, the same on all ranks."""
     start_step: int = Field(default=0, ge=0)
+    """First step that is collected; a step is one call of the whole model."""
     end_step: int | None = None
+    """Step before which collection ends; None: never."""
     override_output_dir: bool = False
+    """Delete the statistics of another run in the folder."""
     run_on_cpu: bool = False
+    """Measure GPU tensors on the CPU: less GPU memory, more time."""
     bucket_size: int = Field(default=1 << 22, ge=1)
+    """Elements that are copied or converted at a time."""
     parameters: Literal["sample", "full", "off"] = "sample"
+    """"sample": up to 4,096 elements of each parameter and of its gradient. "full": all elements. "off": none."""
 
     @model_validator(mode="after")
     def _check_values(self) -> StatisticsConfig:
@@ -117,6 +125,7 @@ class Config(_Strict):
     """The whole ``"ort_zero"`` section."""
 
     enabled: bool = True
+    """False: the section has no effect."""
     backend: Literal["auto", "compile", "ortmodule", "torch"] = "auto"
     """The engine that runs units: "compile" in today's onnxruntime, "ortmodule" in onnxruntime-training. With "torch"
     PyTorch runs the model. "auto" is "compile", unless the variable ORT_ZERO_BACKEND is "ortmodule"."""

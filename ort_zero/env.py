@@ -11,6 +11,7 @@
 | ``ORT_ZERO_PROFILE`` | internal: file with the request of ``ort-zero profile`` to the script that it runs |
 | ``ORT_ZERO_EXPLAIN`` | internal: file with the request of ``ort-zero explain`` to the script that it runs |
 
+``OMP_NUM_THREADS`` is the number of threads of ONNX Runtime too; by default a rank has its share of the cores.
 ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are set by the launchers.
 """
 

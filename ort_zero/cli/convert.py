@@ -28,7 +28,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("src", metavar="SRC", help="folder or URL of a checkpoint, or of several with a file 'latest'")
     parser.add_argument("dst", metavar="DST", help="folder or URL for checkpoints; DST/TAG is written")
     parser.add_argument("--tag", help="which checkpoint of several (default: what 'latest' names)")
-    parser.add_argument("--to", choices=("ort_zero", "deepspeed", "universal"), default="ort_zero")
+    parser.add_argument(
+        "--to",
+        choices=("ort_zero", "deepspeed", "universal"),
+        default="ort_zero",
+        help="format of the new checkpoint (default: ort_zero)",
+    )
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks of the new checkpoint (default: as SRC)")
     parser.add_argument("--stage", type=int, metavar="S", help="ZeRO stage of the new checkpoint (default: as SRC)")
     parser.add_argument("--dtype", choices=CHOICES, default="keep", help="dtype of the weights (default: keep)")
