@@ -187,7 +187,7 @@ $(CLIENTS_READY): $(TESTS_READY) setup.cfg .ci/constraints.txt
 	@touch $@
 
 .PHONY: test-clients
-test-clients: $(CLIENTS_READY) ## Run programs of other libraries in PyTorch and in ORT, 2 ranks; writes docs/programs.md
+test-clients: $(CLIENTS_READY) ## Run programs of other libraries in PyTorch and in ORT, 2 ranks; writes docs/compatibility.md
 	TORCH_EXTENSIONS_DIR="$(CURDIR)/$(CLIENTS)/torch_extensions" $(CLIENTS)/bin/python -m pytest -m clients $(RANKS) tests/clients
 
 .PHONY: bench
@@ -213,6 +213,27 @@ zoo: $(TESTS_READY) ## Try every architecture of the model zoo, alone and under 
 .PHONY: matrix
 matrix: $(TESTS_READY) ## Try other versions of torch, DeepSpeed, onnxruntime, ... and Python (hours); writes docs/compatibility.md
 	$(BIN)/python tests/versions/matrix.py
+
+# an environment of their own: the site needs none of the package's dependencies
+SITE := $(VENV)/site
+SITE_READY := $(SITE)/.ready
+
+$(SITE_READY): setup.cfg
+	@$(PYTHON) -m venv --clear $(SITE)
+	@$(SITE)/bin/python -m pip install $(PIP_QUIET) "$$(sed -n '/^docs =/,/^[a-z]* =/s/^    //p' setup.cfg)"
+	@touch $@
+
+.PHONY: docs
+docs: $(SITE_READY) ## Render docs/ as a site that can be read and searched offline: out/site/index.html; broken links fail
+	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet --strict --config-file .ci/mkdocs.yaml && echo "out/site/index.html"
+
+.PHONY: reference
+reference: $(TESTS_READY) ## Write docs/reference.md anew from the code
+	$(BIN)/python docs/make_reference.py
+
+.PHONY: tutorial
+tutorial: compiler $(TESTS_READY) ## Run the commands of docs/tutorial.md and write their output into the page
+	$(QUIET) $(BIN)/python docs/make_tutorial.py
 
 # in an environment on top of the other, so that nothing of the checkout is on its path
 .PHONY: dist

@@ -17,7 +17,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 STORED = HERE / "ratios.json"
-README, PAGE = HERE.parent / "README.md", HERE.parent / "docs/performance.md"
+README, PAGE = HERE.parent / "README.md", HERE.parent / "docs/figures.md"
 OURS = {"step_time.py": "segments", "settled_memory.py": "compile"}
 """The variant of each benchmark that is the compile backend as it comes."""
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"

@@ -433,51 +433,37 @@ def versions() -> str:
 
 def zoo_section(rows: list[Row]) -> str:
     """Return the document up to the part about ZeRO-3."""
-    kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    summary = []
-    for kind in kinds:
-        of_kind = [row for row in rows if row["kind"] == kind]
-        summary.append((kind, f"{sum(row['works'] for row in of_kind)} of {len(of_kind)}"))
-    summary.append(("all", f"{sum(row['works'] for row in rows)} of {len(rows)}"))
     lines = [
         "# Compatibility",
         "",
-        "Written by `python benchmarks/model_zoo.py`; do not edit.",
+        "Search this page for your model, your program, or your versions. Generated parts say by which command.",
         "",
-        f"{versions()}; CPU.",
+        "## Architectures",
         "",
-        "Look your model up in the second table. To check an architecture again, run"
-        " `python benchmarks/model_zoo.py --only NAME`.",
+        f"Written by `python benchmarks/model_zoo.py`. {versions()}; CPU.",
         "",
-        f"Each small model with random weights takes {STEPS} training steps in PyTorch and in ONNX Runtime. It works"
-        " if:",
+        f"Each small model with random weights takes {STEPS} training steps in PyTorch and in ONNX Runtime. A model",
+        f"works if every unit was compiled and ran, the losses of all steps differ by {TOLERANCE:g} at most, the same",
+        f"parameters have gradients within {GRADIENT_TOLERANCE:.0%} of their size, and an evaluation differs by"
+        f" {EVALUATION_TOLERANCE:.1%} at most.",
+        'The figure is the share of the floating-point operations in ONNX Runtime with `"place": "ort"`; PyTorch runs',
+        "torch's RNNs. `--only NAME` checks one again.",
         "",
-        "- every unit was compiled, and its graphs ran in every step (PyTorch runs torch's RNNs, which Dynamo does"
-        " not trace);",
-        f"- the losses of all steps differ by {TOLERANCE:g} at most;",
-        "- in the last step the same parameters have gradients, and each gradient differs by"
-        f" {GRADIENT_TOLERANCE:.0%} of its size at most;",
-        f"- each result of an evaluation after these steps differs by {EVALUATION_TOLERANCE:.1%} of its size at most.",
-        "",
-        *table(("kind", "works"), summary),
-        "",
-        *compiled_table(rows),
+        *works_table(rows),
     ]
     return "\n".join(lines) + "\n"
 
 
-def compiled_table(rows: list[Row]) -> list[str]:
-    """Return the lines of the table of compiled models."""
-    return table(
-        ("architecture", "kind", "result", "operations in ONNX Runtime", "units", "graphs", "breaks",
-         "operators in PyTorch"),
-        (
-            (row["name"], row["kind"], row["result"], f"{100 * row['share']:.0f} %" if row.get("share") else "",
-             row.get("units"), row.get("graphs"), len(row.get("breaks", ())),
-             ", ".join(name.removesuffix(".default") for name in row.get("in_torch", ())))
-            for row in rows
-        ),
-    )  # fmt: skip
+def works_table(rows: list[Row]) -> list[str]:
+    """Return the lines of a table with one row for each kind of models, and one for each model that does not work."""
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        of_kind = [row for row in rows if row["kind"] == kind]
+        names = [f"{row['name']} {100 * row['share']:.0f} %" if row.get("share") else row["name"] for row in of_kind]
+        lines.append((kind, f"{sum(row['works'] for row in of_kind)} of {len(of_kind)}", ", ".join(names)))
+    lines.append(("all", f"{sum(row['works'] for row in rows)} of {len(rows)}", ""))
+    lines += [(row["name"], "fails", row["result"]) for row in rows if not row["works"]]
+    return table(("kind", "work", "architectures, operations in ONNX Runtime"), lines)
 
 
 def zero3_section(rows: list[Row]) -> str:
@@ -485,18 +471,13 @@ def zero3_section(rows: list[Row]) -> str:
     lines = [
         ZERO3_HEADING,
         "",
-        "Written by `python benchmarks/model_zoo.py --zero3`; do not edit.",
+        f"Written by `python benchmarks/model_zoo.py --zero3`. {versions()}; CPU.",
         "",
-        f"{versions()}; CPU.",
+        "A sample on two ranks with and without the section, each with DeepSpeed's defaults and with",
+        "`stage3_max_reuse_distance` 0. A model works if ONNX Runtime ran every forward and backward, and the losses",
+        f"of all {STEPS} steps differ by {TOLERANCE:g} at most.",
         "",
-        "A sample on two ranks, with `stage3_param_persistence_threshold` 0: DeepSpeed without the section, and with",
-        '`"ort_zero": {"backend": "compile"}`. A model works if ONNX Runtime ran every forward and backward,',
-        f"and the losses of all {STEPS} steps differ by {TOLERANCE:g} at most. Each model runs twice: with DeepSpeed's",
-        "defaults (weights stay whole until their next use), and with `stage3_max_reuse_distance` 0.",
-        "",
-        f"{sum(row['works'] for row in rows)} of {len(rows)} work.",
-        "",
-        *compiled_table(rows),
+        *works_table(rows),
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,6 +1,6 @@
 """Trains as train_lm.py does, with a fault: one block has the exact GELU in place of GPT-2's approximation by tanh.
 
-The loss hardly moves. ``ort-zero stats compare`` with a run of train_lm.py names the module, see docs/convergence.md.
+The loss hardly moves. ``ort-zero stats compare`` with a run of train_lm.py names the module, see docs/statistics.md.
 
     deepspeed --num_gpus 2 examples/seeded_fault.py --deepspeed_config configs/zero3_statistics_ort.json --steps 5
 """

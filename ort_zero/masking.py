@@ -1,4 +1,4 @@
-"""Mask passwords, tokens and signatures in URLs before text is printed, logged or stored."""
+"""Mask passwords, tokens and signatures in URLs, and folders in paths, before text is printed, logged or stored."""
 
 from __future__ import annotations
 
@@ -48,3 +48,11 @@ def _secrets_of(url: str) -> set[str]:
     values = [parameter.rpartition("=")[2] for parameter in query.split("&")]
     secrets = {owner, query, owner.partition(":")[2], *values}
     return {text for secret in secrets for text in (secret, unquote(secret)) if len(text) >= _MIN_SECRET_LENGTH}
+
+
+_PATH = re.compile(r"""(?<![\w.:/~-])(?:~|\.{1,2})?/(?:[^\s/'"<>,;:]+/)*(?P<name>[^\s/'"<>,;:]*)""")
+
+
+def without_folders(text: str) -> str:
+    """Return `text` with ``.../NAME`` in place of each path, so that it names no user and no folder."""
+    return _PATH.sub(lambda match: f".../{match['name']}", text)

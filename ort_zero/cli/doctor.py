@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ort_zero.cli import print_json
 from ort_zero.errors import OrtZeroError
+from ort_zero.masking import masked, without_folders
 from ort_zero.utils.tables import aligned
 
 if TYPE_CHECKING:
@@ -23,6 +26,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         "--ranks",
         action="store_true",
         help="compare versions, files and clocks of the ranks that torchrun, deepspeed or mpirun has started",
+    )
+    parser.add_argument(
+        "--report",
+        nargs="?",
+        const="",
+        metavar="DS.json",
+        help="print what a bug report needs, with paths and secrets masked: versions, machine, the section of DS.json",
     )
     parser.add_argument("--storage", metavar="DIR", help="with --ranks: folder for checkpoints that all hosts share")
     parser.add_argument(
@@ -39,7 +49,11 @@ def run(args: argparse.Namespace) -> int:
         return _compare_ranks(args)
     if args.storage or args.file:
         raise OrtZeroError("--storage and --file go with --ranks")
+    section = _section(args.report) if args.report else None
     report = doctor.examine()
+    if args.report is not None and not args.json:
+        print(bug_report(report, section))
+        return 0 if report.ok else 1
     if args.json:
         print_json({**dataclasses.asdict(report), "ok": report.ok})
     else:
@@ -65,6 +79,34 @@ def _compare_ranks(args: argparse.Namespace) -> int:
         print("\n".join(f"same: {name} {value}" for name, value in report.facts.items()))
         print("\n".join(f"problem: {text}" for text in report.problems) or "ready: all ranks see the same")
     return 0 if report.ok else 1
+
+
+def bug_report(report: doctor.Report, section: Any = None) -> str:
+    """Return the report as a block to paste into an issue, with the section of a DeepSpeed JSON; paths are masked."""
+    environment = {name: "..." if name == "HOME" else value for name, value in report.environment.items()}
+    parts = [text_of(dataclasses.replace(report, environment=environment))]
+    if section is not None:
+        parts.append(f'"ort_zero": {json.dumps(_without_folders(section), indent=2)}')
+    return f"```\n{masked(without_folders(chr(10).join(parts)))}\n```"
+
+
+def _without_folders(value: Any) -> Any:
+    """Return a JSON value with the last part alone of each path, also of paths with spaces."""
+    if isinstance(value, dict):
+        return {key: _without_folders(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(each) for each in value]
+    if isinstance(value, str) and "/" in value:
+        return f".../{masked(value).rpartition('/')[2]}"
+    return value
+
+
+def _section(path: str) -> Any:
+    """Return the section of a DeepSpeed JSON as it is written, None without one."""
+    from ort_zero import config
+
+    content = config.read_json(Path(path), "the config")
+    return content.get(config.SECTION) if isinstance(content, dict) else None
 
 
 def text_of(report: doctor.Report) -> str:

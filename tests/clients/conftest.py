@@ -1,4 +1,4 @@
-"""The fixture ``client``; what each test found becomes a row of docs/programs.md."""
+"""The fixture ``client``; what each test found becomes a row of docs/compatibility.md."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write docs/programs.md, in the process that all others report to."""
+    """Write docs/compatibility.md, in the process that all others report to."""
     if not hasattr(session.config, "workerinput"):
         programs_page.write()
 
@@ -54,4 +54,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how many programs ran."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
     ran = sum("clients" in report.keywords for report in reports)
-    terminalreporter.write_line(f"{ran} programs ran on 2 ranks in PyTorch and in ONNX Runtime, see docs/programs.md")
+    terminalreporter.write_line(f"{ran} programs ran on 2 ranks, in PyTorch and in ONNX Runtime: docs/compatibility.md")

@@ -80,7 +80,7 @@ class Result:
 
 
 class Client:
-    """What the fixture ``client`` is: runs programs, and holds the row of the test for docs/programs.md."""
+    """What the fixture ``client`` is: runs programs, and holds the row of the test for docs/compatibility.md."""
 
     def __init__(self, packages: Sequence[str], folder: Path):
         self.row: dict[str, Any] = {}
@@ -101,12 +101,12 @@ class Client:
         """Run `program` in PyTorch, then in ONNX Runtime, both on the same 2 ranks; return what came of it, by rank.
 
         Args:
-            program: see above; its first line of documentation names it in docs/programs.md.
+            program: see above; its first line of documentation names it in docs/compatibility.md.
             stage: ZeRO stage.
             launcher: whose environment variables are set: ``"torchrun"`` or ``"accelerate"``.
             section: keys of the section beside ``"enabled"``.
             zero: more keys of ``"zero_optimization"``.
-            note: for docs/programs.md.
+            note: for docs/compatibility.md.
             timeout: seconds for both runs.
 
         Returns:

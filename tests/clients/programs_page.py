@@ -1,6 +1,6 @@
-"""Writes docs/programs.md from the files in tests/clients/results, which the tests of this folder write.
+"""Writes the section about programs of docs/compatibility.md from tests/clients/results, which these tests write.
 
-``python tests/clients/programs_page.py`` writes the page again, without running anything.
+``python tests/clients/programs_page.py`` writes the section again, without running anything.
 """
 
 from __future__ import annotations
@@ -14,22 +14,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
-PAGE = ROOT / "docs/programs.md"
+PAGE = ROOT / "docs/compatibility.md"
+BEGIN, END = "<!-- programs: written by make test-clients -->", "<!-- end of programs -->"
 ALWAYS = ("torch", "deepspeed", "onnxruntime")
-SHOWN = 4
-"""How many PyTorch parts a row names before it says how many there are."""
-HEAD = """# Programs
+HEAD = """## Programs
 
-Look up your library and trainer; the test in the last column is a program to start from. `make test-clients` runs all
-tests, and writes this page from `tests/clients/results`. Each program runs twice on 2 ranks, without and with the
-section, with dropout 0 and equal seeds.
-
-- "difference": the largest difference of a step's loss to PyTorch's, rounded up to a power of ten (relative for losses
-  above 1). A test allows 2e-4.
-- "share": the percentage of floating-point operations of the compiled units that ONNX Runtime runs, with
-  `"place": "ort"`; of the model with the least, where a program has several.
-- "graphs": the number of graphs that Dynamo has captured on one rank.
-- "PyTorch parts": the operators that PyTorch runs between the segments.
+Programs of other libraries, each run twice on 2 ranks, without and with the section, with dropout 0 and equal seeds.
+The test in the last column is a program to start from. "Difference" is the largest one of a step's loss to PyTorch's,
+rounded up to a power of ten; a test allows 2e-4. "Share" is that of floating-point operations in ONNX Runtime, with
+`"place": "ort"`.
 """
 
 
@@ -58,45 +51,43 @@ def bound(difference: float) -> str:
 
 
 def page() -> str:
-    """Return the text of docs/programs.md."""
+    """Return the section about programs of docs/compatibility.md."""
     parts = [HEAD]
     for path in sorted(RESULTS.glob("*.json")):
         found = json.loads(path.read_text())
         versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-        parts.append(f"\n## {found['title']}\n\n{versions}.\n")
-        parts.append(
-            "\n| program | | result | difference | share | graphs | PyTorch parts | test |\n"
-            "|---|---|---|---|---|---|---|---|\n"
-        )
-        parts += [f"| {' | '.join(cells(row))} |\n" for row in found["rows"]]
+        parts.append(f"\n| {found['title']} ({versions}) | | result | difference | share | test |\n")
+        parts.append("|---|---|---|---|---|---|\n")
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for row in found["rows"]:
+            rows.setdefault(row["test"] + row.get("program", ""), []).append(row)
+        parts += [f"| {' | '.join(cells(cases))} |\n" for cases in rows.values()]
     return "".join(parts)
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """Return the cells of a row, in order."""
-    in_torch = row.get("in_torch", [])
-    named = ", ".join(f"`{name}`" for name in in_torch[:SHOWN])
-    if len(in_torch) > SHOWN:
-        named += f" and {len(in_torch) - SHOWN} more"
-    program = " ".join(
-        filter(None, (row.get("program", "").rstrip("."), f"({row['note']})" if row.get("note") else ""))
-    )
-    case = {"zero2": "ZeRO-2", "zero3": "ZeRO-3", "ddp": "DDP"}
+def cells(cases: list[dict[str, Any]]) -> list[str]:
+    """Return the cells of the row of a program, in order, of the cases in which the program ran."""
+    names = {"zero2": "ZeRO-2", "zero3": "ZeRO-3", "ddp": "DDP"}
+    notes = dict.fromkeys(case["note"] for case in cases if case.get("note"))
+    program = " ".join((cases[0].get("program", "").rstrip("."), *(f"({note})" for note in notes)))
+    failed = [case["case"] for case in cases if not case["passed"]]
+    shares = sorted({case["share"] for case in cases if "share" in case})
+    differences = [case["difference"] for case in cases if "difference" in case]
     return [
-        program.replace("|", "\\|"),
-        "-".join(case.get(part, part) for part in row["case"].split("-")),
-        "as PyTorch" if row["passed"] else "fails",
-        row.get("difference", ""),
-        f"{row['share']} %" if "share" in row else "",
-        str(row.get("graphs", "")),
-        named,
-        f"`{row['test']}`",
+        program.strip().replace("|", "\\|"),
+        ", ".join("-".join(names.get(part, part) for part in case["case"].split("-")) for case in cases),
+        f"fails: {', '.join(failed)}" if failed else "as PyTorch",
+        max(differences, key=lambda text: float("inf") if text == "infinite" else float(text), default=""),
+        f"{'-'.join(map(str, dict.fromkeys((shares[0], shares[-1]))))} %" if shares else "",
+        f"`{cases[0]['test']}`",
     ]
 
 
 def write() -> None:
-    """Write docs/programs.md."""
-    PAGE.write_text(page())
+    """Put the section into docs/compatibility.md, in place of the section that is there."""
+    text = PAGE.read_text()
+    before, _, rest = text.partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{page()}{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import importlib
 import importlib.util
@@ -141,3 +142,18 @@ def test_the_section_of_mypy_has_no_exceptions():
     parser.read(ROOT / "setup.cfg")
     assert "mypy" in parser and "ignore_errors" not in (ROOT / "setup.cfg").read_text()
     assert [name for name in parser.sections() if name.startswith("mypy-")] == []
+
+
+def test_troubleshooting_has_the_texts_of_the_code():
+    texts = []
+    for path in (ROOT / "ort_zero").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        texts += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    code = "\n".join(texts)
+    page = (ROOT / "docs/troubleshooting.md").read_text().partition("## No message")[0]
+    messages = [
+        code for row in re.findall(r"^\| (`.+?`) \|[^|]+\|[^|]+\|$", page, re.M) for code in row.split("`")[1::2]
+    ]
+    assert len(messages) > 20
+    parts = [part.strip() for message in messages for part in message.split("...")]
+    assert [part for part in parts if part and part not in code] == []

@@ -13,7 +13,7 @@ from ort_zero.checkpoint import aggregate, diff, list_checkpoints, verify
 from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.cli import main as cli
 from ort_zero.errors import CheckpointError, CorruptCheckpointError, RankError
-from ort_zero.masking import masked
+from ort_zero.masking import masked, without_folders
 
 SECRET = "hunter2"
 URL = f"memory://user:{SECRET}@host/run"
@@ -100,3 +100,30 @@ def test_damaged_files_and_reports(there, tmp_path, capfd):
     assert "rank_00001_master" in said and SECRET not in said
     assert cli.main(["ls", there, "--json"]) == 0
     assert SECRET not in json.dumps(json.loads(capfd.readouterr().out))
+
+
+def test_a_bug_report_names_no_folder_and_no_secret(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "of alice"
+    folder.mkdir()
+    section = {"save_onnx": str(folder / "onnx"), "statistics": {"output_dir": URL}, "exclude": ["*.router"]}
+    config = folder / "ds.json"
+    config.write_text(json.dumps({"optimizer": {"type": "Lion7"}, "ort_zero": section}))
+    monkeypatch.setenv("HOME", "/home/alice")
+    monkeypatch.setenv("ORT_ZERO_CACHE_DIR", f"{tmp_path}/of_alice/cache")
+    cli.main(["doctor", "--report", str(config)])
+    said = capsys.readouterr().out
+    assert said.startswith("```\n") and said.endswith("```\n")
+    assert '"save_onnx": ".../onnx"' in said and "*.router" in said and "ORT_ZERO_CACHE_DIR=.../cache" in said
+    assert not [word for word in ("alice", str(tmp_path), SECRET, "Lion7", "/home") if word in said], said
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("python /opt/a/b/python3 (x)", "python .../python3 (x)"),
+        ("a=~/x/y,b=../c/d", "a=.../y,b=.../d"),
+        ("no a/b path, 2 /s, https://host/a/b", "no a/b path, 2 .../s, https://host/a/b"),
+    ],
+)
+def test_folders_are_masked(text, shown):
+    assert without_folders(text) == shown

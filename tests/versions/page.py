@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from pairs import PAIRS, Pair
-from steps import STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -18,15 +17,9 @@ SHOWN = ("torch", "deepspeed", "transformers", "accelerate", "onnxruntime")
 _INTRODUCTION = """\
 ## Versions
 
-Find the row of your versions; the columns from `plain` to `accelerate` are groups of tests, with the compile backend.
-Each row is an environment of its own, on CPUs, and each number is the count of tests of this repository that passed
-there.
-
-- The rows have the tests that another version of a dependency can make fail (`tests/versions/steps.py`). All tests run
-  with the pinned versions in `make test`.
-- `OpInfo`: a tenth of torch's table of operators, another tenth for each commit.
-- `plain`: the stages of ZeRO under which DeepSpeed alone, without ort_zero, trains and saves a small model on 2 ranks.
-- `fails without us too`: tests that fail with the same error, in the same function, in plain DeepSpeed."""
+Find the row of your versions. Each row is an environment of its own, on CPUs, and has the tests that another version
+of a dependency can make fail (`tests/versions/steps.py`), with the compile backend. All tests run with the pinned
+versions in `make test`. "Fails without us too": with the same error, in the same function, in plain DeepSpeed."""
 
 
 def write_page() -> None:
@@ -47,24 +40,26 @@ def write_page() -> None:
 
 def section(found: list[tuple[Pair, dict[str, Any]]]) -> str:
     """Return the section about versions, of the results of some pairs."""
-    columns = ["plain", "doctor", *STEPS]
     lines = [
         _INTRODUCTION,
         "",
-        f"| Python | {' | '.join(SHOWN)} | {' | '.join(columns)} | seconds | date |",
-        "| --- " * (len(SHOWN) + len(columns) + 3) + "|",
+        f"| Python | {' | '.join(SHOWN)} | tests | the row is for | date |",
+        "| --- " * (len(SHOWN) + 4) + "|",
     ]
     for pair, record in found:
         if not pair.refused:
             versions = [record["python"], *(record["versions"].get(name) or "none" for name in SHOWN)]
-            cells = [cell(record["steps"].get(name)) for name in columns]
-            lines.append(f"| {' | '.join((*versions, *cells))} | {_seconds(record)} | {_date(record)} |")
-    lines += ["", "What each row is for:", ""]
-    lines += [f"- {record['name']}: {pair.why}" for pair, record in found if not pair.refused]
+            lines.append(f"| {' | '.join(versions)} | {cell(total(record))} | {pair.why} | {_date(record)} |")
     lines += _failures(found) + _refusals(found)
     missing = [pair.name for pair in PAIRS if pair not in [each for each, _ in found]]
     lines += ["", f"Not run: {', '.join(missing)}."] if missing else []
     return "\n".join(lines)
+
+
+def total(record: dict[str, Any]) -> dict[str, int]:
+    """Return the sums of the counts of all steps of a row."""
+    counts = ("passed", "failed", "plain", "skipped")
+    return {count: sum(step.get(count) or 0 for step in record["steps"].values()) for count in counts}
 
 
 def cell(result: dict[str, Any] | None) -> str:
@@ -80,10 +75,6 @@ def cell(result: dict[str, Any] | None) -> str:
     return ", ".join(parts)
 
 
-def _seconds(record: dict[str, Any]) -> int:
-    return round(sum(step["seconds"] for step in record["steps"].values()))
-
-
 def _date(record: dict[str, Any]) -> str:
     return max((step["date"] for step in record["steps"].values()), default="")
 
@@ -94,9 +85,11 @@ def _failures(found: list[tuple[Pair, dict[str, Any]]]) -> list[str]:
         for name, step in record["steps"].items() if not pair.refused else ():
             if step.get("first"):
                 lines.append(f"- {record['name']}, {name}: `{step['first']}`")
-            if step.get("first_plain"):
-                lines.append(f"- {record['name']}, {name}, without us too: `{step['first_plain']}`")
-    return ["", "The first failure of each step that has one:", "", *lines] if lines else []
+    return (
+        ["", "The first failure of each step that has one, and that plain DeepSpeed lacks:", "", *lines]
+        if lines
+        else []
+    )
 
 
 def _refusals(found: list[tuple[Pair, dict[str, Any]]]) -> list[str]:

@@ -2,7 +2,7 @@
 
 As a program, write the page on which runtime runs which operator, in 3 minutes on one core::
 
-    python tests/compile/contract/operator_sweep.py docs/compiled-operators.md
+    python tests/compile/contract/operator_sweep.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import copy
 import logging
 import math
 import os
-import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -268,7 +267,7 @@ def _quiet() -> Iterator[None]:
 
 
 def page_of(outcomes: Iterable[Outcome]) -> str:
-    """Return the page on which runtime runs which operator."""
+    """Return the section of docs/compatibility.md on which runtime runs which operator."""
     in_ort: set[str] = set()
     reasons: dict[str, set[str]] = {}
     for outcome in outcomes:
@@ -277,7 +276,7 @@ def page_of(outcomes: Iterable[Outcome]) -> str:
             reason = "a tensor of a dtype that ONNX lacks, such as complex" if " of torch." in reason else reason
             if target.startswith("aten."):
                 reasons.setdefault(reason, set()).add(_plain(target))
-    never = reasons.pop("no conversion") - in_ort
+    del reasons["no conversion"]
     rows = [
         f"| {reason} | {_names(names) if len(names) <= 20 else 'any operator'} |"
         for reason, names in sorted(reasons.items())
@@ -286,7 +285,6 @@ def page_of(outcomes: Iterable[Outcome]) -> str:
         torch=torch.__version__.partition("+")[0],
         onnxruntime=onnxruntime.__version__,
         in_ort=textwrap.fill(_names(in_ort), 120),
-        never=textwrap.fill(_names(never), 120),
         rows="\n".join(rows),
     )
 
@@ -299,14 +297,11 @@ def _names(names: set[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
 
 
-_PAGE = """# Operators in ONNX Runtime and in PyTorch
+_PAGE = """## Operators
 
-Which of the two runs an operator of [the compile backend](compile.md), by a run of torch's table of sample inputs,
-forward and backward in fp32. torch decomposes the operators of a model into these first. torch {torch}, onnxruntime
-{onnxruntime}, CPU. This command writes the page again, in 3 minutes:
-`python tests/compile/contract/operator_sweep.py docs/compiled-operators.md`.
-
-## ONNX Runtime
+The compile backend runs these operators in ONNX Runtime, forward and backward in fp32, by a run of torch's table of
+sample inputs; torch decomposes the operators of a model into these first. PyTorch runs all others. torch {torch},
+onnxruntime {onnxruntime}, CPU. `python tests/compile/contract/operator_sweep.py` writes this section, in 3 minutes.
 
 {in_ort}.
 
@@ -315,15 +310,13 @@ With these arguments PyTorch runs them:
 | argument | operators |
 |---|---|
 {rows}
-
-## PyTorch
-
-These have no conversion: either PyTorch has one kernel for them and ONNX has none, or they are rare in models.
-
-{never}.
 """
+_BEGIN, _END = "<!-- operators: written by operator_sweep.py -->", "<!-- end of operators -->"
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     supported = [name for name, op in OPERATORS.items() if torch.float32 in op.supported_dtypes("cpu")]
-    Path(sys.argv[1]).write_text(page_of(sweep(name, torch.float32, limit=3) for name in supported))
+    document = Path(__file__).resolve().parents[3] / "docs/compatibility.md"
+    before, _, rest = document.read_text().partition(_BEGIN)
+    section = page_of(sweep(name, torch.float32, limit=3) for name in supported)
+    document.write_text(f"{before}{_BEGIN}\n{section}{_END}{rest.partition(_END)[2]}")
