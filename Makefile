@@ -235,20 +235,26 @@ reference: $(TESTS_READY) ## Write docs/reference.md anew from the code
 tutorial: compiler $(TESTS_READY) ## Run the commands of docs/tutorial.md and write their output into the page
 	$(QUIET) $(BIN)/python docs/make_tutorial.py
 
-# in an environment on top of the other, so that nothing of the checkout is on its path
+# the training runs in an environment that has the wheel and what the wheel asks for, and nothing of the checkout
+DIST := out/dist
+DIST_PYTHON := $(CURDIR)/$(DIST)/venv/bin/python
+WHEEL_BYTES := 700000
+
 .PHONY: dist
-dist: $(READY) ## Build wheel and sdist, check both, and train from another folder with the installed wheel
-	@rm -rf dist build out/dist && mkdir -p out/dist
-	@$(BIN)/python -m venv --clear out/dist/venv
-	@out/dist/venv/bin/python -m pip install -qq build twine setuptools wheel
-	@out/dist/venv/bin/python -m build . >out/dist/build.log 2>&1 || { tail -20 out/dist/build.log; exit 1; }
-	@out/dist/venv/bin/python -m twine check --strict dist/*
-	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_paths()['purelib'])" \
-	  > "$$(out/dist/venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/below.pth"
-	@out/dist/venv/bin/python -m pip install -qq --no-deps --force-reinstall dist/*.whl
-	@cp -r examples configs out/dist/
-	@cd out/dist && $(QUIET) PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH= venv/bin/python -m deepspeed.launcher.runner --quiet \
-	  --num_gpus 2 --master_port $(FREE_PORT) examples/train_lm.py --deepspeed_config configs/zero3.json --steps 3 --out train --expect-ort
+dist: compiler ## Build wheel and sdist, check both, and train from another folder with the wheel in an empty environment
+	@rm -rf dist build $(DIST) && mkdir -p $(DIST)
+	@$(PYTHON) -m venv $(DIST)/build && $(DIST)/build/bin/python -m pip install -qq build twine
+	@$(DIST)/build/bin/python -m build . >$(DIST)/build.log 2>&1 || { tail -20 $(DIST)/build.log; exit 1; }
+	@$(DIST)/build/bin/python -m twine check --strict dist/*
+	@[ $$(stat -c %s dist/*.whl) -le $(WHEEL_BYTES) ] || { ls -l dist; echo "error: the wheel has more than $(WHEEL_BYTES) bytes" >&2; exit 1; }
+	@$(PYTHON) -m venv $(DIST)/venv
+	$(call say_download,$(DIST)/venv)
+	@$(DIST_PYTHON) -m pip install $(PIP_QUIET) $(TORCH_FROM) '$(TORCH)'
+	@$(DIST_PYTHON) -m pip install $(PIP_QUIET) -c .ci/constraints.txt "$$(echo dist/*.whl)[$(EXTRAS)]"
+	@cp -r examples configs $(DIST)/
+	@cd $(DIST) && $(QUIET) PATH="$(CURDIR)/$(DIST)/venv/bin:$$PATH" PYTHONPATH= TORCH_EXTENSIONS_DIR="$(CURDIR)/$(DIST)/torch_extensions" \
+	  $(DIST_PYTHON) -m torch.distributed.run --standalone --nproc_per_node 2 examples/train_lm.py --deepspeed_config configs/zero3.json --steps 3 --out train --expect-ort
+	@cd $(DIST) && PYTHONPATH= $(DIST_PYTHON) -m ort_zero aggregate train model --quiet && $(DIST_PYTHON) -m ort_zero verify train
 	@sha256sum dist/*
 
 .PHONY: lint

@@ -9,9 +9,9 @@ class SourceDistribution(sdist):
 
     def make_distribution(self) -> None:
         """Add the files that setup.cfg does not name, and write the archive."""
-        for name in ("CHANGELOG.md", "CONTRIBUTING.md", "Makefile"):
+        for name in ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Makefile", "SECURITY.md"):
             self.filelist.include(name)
-        for folder in (".ci", "benchmarks", "configs", "docs", "examples", "tests"):
+        for folder in (".ci", ".github", "benchmarks", "configs", "contrib", "docs", "examples", "tests"):
             self.filelist.graft(folder)
         for pattern in ("__pycache__", "*.py[cod]", ".DS_Store"):
             self.filelist.global_exclude(pattern)

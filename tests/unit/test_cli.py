@@ -270,7 +270,7 @@ def test_options_are_frozen():
     ]  # fmt: skip
     plan = ["--budget", "--config", "--launcher", "--script"]
     assert found == {
-        "doctor": sorted([*common, "--file", "--ranks", "--storage"]),
+        "doctor": sorted([*common, "--file", "--ranks", "--report", "--storage"]),
         "aggregate": sorted([*common, *aggregate]),
         "convert": sorted([*common, *convert]),
         "verify": sorted([*common, "--tag", "--tp-split", "--trust-pickle", "--workers"]),

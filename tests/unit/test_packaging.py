@@ -213,6 +213,28 @@ def test_the_conda_recipe_is_that_of_this_version_with_the_same_requirements(set
     assert recipe["build"]["entry_points"] == [setup_cfg["options.entry_points"]["console_scripts"].strip()]
 
 
+def test_citation_and_changelog_have_the_version_and_one_date():
+    import yaml
+
+    import ort_zero
+
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    heading = re.search(r"^## \[(.+?)\] - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
+    assert heading and heading.groups() == (ort_zero.__version__, str(citation["date-released"]))
+    assert str(citation["version"]) == ort_zero.__version__
+
+
+def test_an_issue_asks_for_the_report_that_doctor_prints():
+    import yaml
+
+    from ort_zero.cli.main import make_parser
+
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
+    (label,) = [part["attributes"]["label"] for part in form["body"] if part.get("id") == "report"]
+    command = re.search(r"`ort-zero (.+)`", label)[1]
+    assert make_parser().parse_args(command.split()).report == "DS.json"
+
+
 def test_the_tests_of_the_matrix_are_there():
     from steps import STEPS
 
