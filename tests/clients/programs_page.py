@@ -52,17 +52,19 @@ def bound(difference: float) -> str:
 
 def page() -> str:
     """Return the section about programs of docs/compatibility.md."""
-    parts = [HEAD]
+    versions: dict[str, str] = {}
+    lines = []
     for path in sorted(RESULTS.glob("*.json")):
         found = json.loads(path.read_text())
-        versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-        parts.append(f"\n| {found['title']} ({versions}) | | result | difference | share | test |\n")
-        parts.append("|---|---|---|---|---|---|\n")
-        rows: dict[str, list[dict[str, Any]]] = {}
+        versions |= found["versions"]
+        programs: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for row in found["rows"]:
-            rows.setdefault(row["test"] + row.get("program", ""), []).append(row)
-        parts += [f"| {' | '.join(cells(cases))} |\n" for cases in rows.values()]
-    return "".join(parts)
+            programs.setdefault((row["test"], row.get("program", "")), []).append(row)
+        lines.append(f"| **{found['title']}** | | | | | |\n")
+        lines += [f"| {' | '.join(cells(cases))} |\n" for cases in programs.values()]
+    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    head = "| program | | result | difference | share | test |\n|---|---|---|---|---|---|\n"
+    return f"{HEAD}\n{named}.\n\n{head}{''.join(lines)}"
 
 
 def cells(cases: list[dict[str, Any]]) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "ort_zero").glob("**/README.md")])
 DOORS = ("ort_zero", "ort_zero.checkpoint", "ort_zero.hooks")
-TOP = {path.name for path in ROOT.iterdir()} - {"out"}
+TOP = {path.name for path in ROOT.iterdir()} - {"build", "dist", "out"}
 
 
 def prose_of(page: Path) -> str:
