@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ort_zero import __version__, env
 from ort_zero.cli import (
@@ -39,7 +39,16 @@ _COMMANDS = (doctor, aggregate, convert, verify, ls, diff, stats, memory, profil
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that reports wrong usage in one line."""
+    """An argument parser that reports wrong usage in one line, and leaves what follows ``--`` to the user's script."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+        """Parse; argparse itself gives a script no arguments where an option stands between SCRIPT and ``--``."""
+        if args is None or "--" not in args or all(action.dest != "arguments" for action in self._actions):
+            return super().parse_known_args(args, namespace)
+        at = list(args).index("--")
+        parsed, unknown = super().parse_known_args(args[:at], namespace)
+        parsed.arguments = [*parsed.arguments, *args[at + 1 :]]
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         if match := re.search(r"invalid choice: '?(.*?)'? \(choose from (.+)\)", message):

@@ -308,3 +308,18 @@ def test_a_missing_module_that_is_no_package_of_users_is_a_bug(use_backend, caps
     use_backend(examine=fail)
     assert cli.main(["doctor"]) == 2
     assert "internal error, ModuleNotFoundError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, options",
+    [
+        ("explain train.py --launcher torchrun --json", ("train.py", "torchrun")),
+        ("explain --launcher torchrun train.py", ("train.py", "torchrun")),
+        ("profile --script train.py --steps 2", ("train.py", None)),
+        ("memory plan --config ds.json --script train.py --budget 55%", ("train.py", None)),
+    ],
+)
+def test_what_follows_two_dashes_is_the_scripts(words, options):
+    args = cli.make_parser().parse_args([*words.split(), "--", "--steps", "3", "--", "x"])
+    assert args.arguments == ["--steps", "3", "--", "x"]
+    assert (args.script, args.launcher) == options
