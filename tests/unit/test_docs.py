@@ -6,10 +6,14 @@ import ast
 import configparser
 import importlib
 import importlib.util
+import itertools
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from ort_zero.cli.main import make_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "ort_zero").glob("**/README.md")])
@@ -157,3 +161,32 @@ def test_troubleshooting_has_the_texts_of_the_code():
     assert len(messages) > 20
     parts = [part.strip() for message in messages for part in message.split("...")]
     assert [part for part in parts if part and part not in code] == []
+
+
+def commands_of(page: Path) -> list[str]:
+    """Return the command lines of ort-zero in the code blocks of a page."""
+    blocks = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", page.read_text(), flags=re.M | re.S)
+    lines = "\n".join(text for language, text in blocks if language in ("bash", "sh")).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line, comments=True) for line in lines if re.search(r"(^|-m )(ort-zero|ort_zero) ", line)]
+    return [shlex.join(command_of(line)) for line in words if line[0] != "$"]
+
+
+def command_of(words: list[str]) -> list[str]:
+    """Return the arguments of ort-zero in a line, up to a pipe or another command."""
+    start = next(at for at, word in enumerate(words) if word in ("ort-zero", "ort_zero"))
+    return list(itertools.takewhile(lambda word: word not in ("|", "||", "&&", ">"), words[start + 1 :]))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_each_command_of_a_page_is_one_that_ort_zero_takes(page, capsys):
+    refused = []
+    for command in commands_of(page):
+        try:
+            make_parser().parse_args(shlex.split(command))
+        except SystemExit:
+            refused.append((command, capsys.readouterr().err))
+    assert refused == []
+
+
+def test_the_pages_have_commands():
+    assert sum(len(commands_of(page)) for page in PAGES) > 30
