@@ -190,9 +190,11 @@ $(CLIENTS_READY): $(TESTS_READY) setup.cfg .ci/constraints.txt
 test-clients: $(CLIENTS_READY) ## Run programs of other libraries in PyTorch and in ORT, 2 ranks; writes docs/compatibility.md
 	TORCH_EXTENSIONS_DIR="$(CURDIR)/$(CLIENTS)/torch_extensions" $(CLIENTS)/bin/python -m pytest -m clients $(RANKS) tests/clients
 
+# of one machine and some minutes each; what the others measure takes longer, or options
+BENCHMARKS := step_time settled_memory first_step statistics_overhead checkpoints saving loading aggregate
 .PHONY: bench
-bench: $(TESTS_READY) ## Run the benchmarks that need no options
-	@for file in $(filter-out benchmarks/zoo_models.py benchmarks/model_zoo.py benchmarks/training_models.py benchmarks/bench_check.py benchmarks/soak.py benchmarks/soak_training.py benchmarks/settled_memory.py benchmarks/compile_growth.py benchmarks/first_step.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || echo "$$file: exit status $$?"; done
+bench: $(TESTS_READY) ## Run the benchmarks of steps, memory, starts, statistics and checkpoints
+	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || echo "$$name: exit status $$?"; done
 
 .PHONY: bench-check
 bench-check: compiler $(TESTS_READY) ## Hold the step's ratios to PyTorch against benchmarks/ratios.json; fails when one is lost
@@ -200,7 +202,7 @@ bench-check: compiler $(TESTS_READY) ## Hold the step's ratios to PyTorch agains
 
 .PHONY: soak
 soak: compiler $(TESTS_READY) ## Train 2,000 steps with saves, evaluations and statistics, then start 50 times: nothing may grow or be left (half an hour)
-	$(BIN)/python benchmarks/soak.py --plot docs/soak.svg
+	$(BIN)/python benchmarks/soak.py
 
 .PHONY: readme-figures
 readme-figures: compiler $(TESTS_READY) ## Measure these ratios anew, store them and write README's line

@@ -12,9 +12,7 @@ resident memory of the process in MiB, beside eager PyTorch's.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -45,15 +43,18 @@ def measure(layers: int, hidden: int, in_ort: bool) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     made: list[Any] = []
+    section: dict[str, Any] = {"backend": "compile", "log_level": "ERROR", "compile": {"place": "ort"}}
     if in_ort:
         from ort_zero.units import session_options
 
-        warm_up()
+        # a model of another class, so that imports and their time are over
+        small = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
+        ort_zero.wrap(small, **section)
+        small(torch.randn(2, 8)).sum().backward()
         session_options.profile(None, made.append)
     model = build(layers, hidden)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     if in_ort:
-        ort_zero.wrap(model, backend="compile", log_level="ERROR", compile={"place": "ort"})
+        ort_zero.wrap(model, **section)
     ids = torch.randint(0, 512, (1, 64), generator=torch.Generator().manual_seed(0))
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     seconds = []
@@ -62,60 +63,42 @@ def measure(layers: int, hidden: int, in_ort: bool) -> dict[str, Any]:
         model(input_ids=ids, labels=ids).loss.backward()
         seconds.append(time.process_time() - start)
         model.zero_grad(set_to_none=True)
-    found = {"parameters": parameters, "first": seconds[0], "second": seconds[1], "peak": resident_mib("VmHWM")}
+    found = {"parameters": sum(parameter.numel() for parameter in model.parameters()), "peak": resident_mib("VmHWM")}
+    found |= {"first": seconds[0], "second": seconds[1]}
     if in_ort:
         status = ort_zero.status()["models"][-1]
         assert status["graph_runs"]["backward"] >= 2 * layers and not status["fallbacks"], status
-        found |= {"units": len(status["units"]), "graphs": status["compiled"]["dynamo_graphs"]}
-        found |= {"sessions": len(made), "onnx": sum(len(session.serialized) for session in made)}
+        found |= {"graphs": status["compiled"]["dynamo_graphs"], "sessions": len(made)}
+        found["onnx"] = sum(len(session.serialized) for session in made)
     return found
 
 
-def warm_up() -> None:
-    """Compile a model of another class, so that imports and their time are over."""
-    import torch
-
-    import ort_zero
-
-    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
-    ort_zero.wrap(model, backend="compile", log_level="ERROR", compile={"place": "ort"})
-    model(torch.randn(2, 8)).sum().backward()
-
-
-def main() -> int:
+def main() -> None:
     """Print the measurements and the fits."""
     parser = argparse.ArgumentParser(description="What compiling costs with depth and width.")
     parser.add_argument("--depths", nargs="*", type=int, default=list(DEPTHS), help="layers, of a width of 256")
     parser.add_argument("--widths", nargs="*", type=int, default=list(WIDTHS), help="of one layer; 8192: 14 GiB")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     from rank_launcher import run_on_ranks
 
-    report: dict[str, list[dict[str, Any]]] = {"depth": [], "width": []}
-    sizes = [("depth", layers, 256) for layers in args.depths] + [("width", 1, hidden) for hidden in args.widths]
-    for kind, layers, hidden in sizes:
-        (eager,) = run_on_ranks(measure, 1, layers, hidden, False, timeout=600)
-        (ours,) = run_on_ranks(measure, 1, layers, hidden, True, timeout=600)
-        row = {"layers": layers, "hidden": hidden, **ours, "eager": eager}
-        report[kind].append(row)
-        if not args.json:
-            print(
-                f"{layers:4} layers of {hidden:5}, {ours['parameters'] / 1e6:7.1f} million parameters: first step "
-                f"{ours['first']:6.2f} s (PyTorch {eager['first']:.2f}), second {ours['second']:.2f} "
-                f"({eager['second']:.2f}); {ours['graphs']} graphs, {ours['sessions']} sessions, "
-                f"{ours['onnx'] / 1024:.0f} KiB of ONNX; peak {ours['peak']:.0f} MiB ({eager['peak']:.0f})",
-                flush=True,
-            )
-    if args.json:
-        print(json.dumps(report))
-        return 0
-    for kind, key in (("depth", "layers"), ("width", "parameters")):
-        if len(report[kind]) > 1:
-            costs = [row["first"] - row["second"] for row in report[kind]]
-            slope, start = statistics.linear_regression([row[key] for row in report[kind]], costs)
+    for key, sizes in (
+        ("layers", [(layers, 256) for layers in args.depths]),
+        ("parameters", [(1, hidden) for hidden in args.widths]),
+    ):
+        counts, costs = [], []
+        for layers, hidden in sizes:
+            eager, ours = (run_on_ranks(measure, 1, layers, hidden, ort, timeout=600)[0] for ort in (False, True))
+            counts.append(layers if key == "layers" else ours["parameters"])
+            costs.append(ours["first"] - ours["second"])
+            print(f"{layers:4} layers of {hidden:5}, {ours['parameters'] / 1e6:7.1f} million parameters: first step "
+                  f"{ours['first']:6.2f} s (PyTorch {eager['first']:.2f}), second {ours['second']:.2f} "
+                  f"({eager['second']:.2f}); {ours['graphs']} graphs, {ours['sessions']} sessions, "
+                  f"{ours['onnx'] / 1024:.0f} KiB of ONNX; peak {ours['peak']:.0f} MiB ({eager['peak']:.0f})",
+                  flush=True)  # fmt: skip
+        if len(costs) > 1:
+            slope, start = statistics.linear_regression(counts, costs)
             print(f"compiling by {key}: {start:.2f} s + {slope * 1e3:.3g} ms each")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

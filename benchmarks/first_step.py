@@ -15,8 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +23,7 @@ from training_models import MODELS, batch, build
 
 VARIANTS = ("torch", "compile", "segments")
 """Eager PyTorch; torch.compile by Inductor; the compile backend with measured placement."""
-STARTS = ("first", "second")
-_STEPS = 5
+STEPS = 5
 
 
 def start(name: str, kind: str, size: str) -> dict[str, float]:
@@ -42,7 +39,7 @@ def start(name: str, kind: str, size: str) -> dict[str, float]:
 
         ort_zero.wrap(model, backend="compile", log_level="ERROR")
     found: dict[str, float] = {}
-    for step in range(_STEPS):
+    for step in range(STEPS):
         model.zero_grad(set_to_none=True)
         model(**inputs).loss.backward()
         if step == 0:
@@ -52,9 +49,9 @@ def start(name: str, kind: str, size: str) -> dict[str, float]:
     return {**found, "steps": time.perf_counter() - begin}
 
 
-def measured(name: str, kind: str, size: str, caches: Path) -> dict[str, float]:
+def measured(name: str, kind: str, size: str, caches: str) -> dict[str, float]:
     """Return the seconds of one start in a process of its own, with the caches in a folder."""
-    own = {"ORT_ZERO_CACHE_DIR": str(caches), "TORCHINDUCTOR_CACHE_DIR": str(caches), "OMP_NUM_THREADS": "1"}
+    own = {"ORT_ZERO_CACHE_DIR": caches, "TORCHINDUCTOR_CACHE_DIR": caches, "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **own, "STARTED_AT": str(time.time())}
     command = [sys.executable, __file__, "--one", name, kind, size]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
@@ -63,55 +60,31 @@ def measured(name: str, kind: str, size: str, caches: Path) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def medians(runs: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median of each of the seconds over several starts."""
-    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-
-
-def show(report: dict[str, Any]) -> None:
-    """Print the seconds of each start, and their ratio to Inductor's start."""
-    for label, starts in report.items():
-        print(label)
-        for which in STARTS:
-            for kind, found in starts[which].items():
-                inductors = starts[which]["compile"]
-                texts = [
-                    f"{found[key]:6.2f} s ({found[key] / inductors[key]:.3f})" for key in ("step", "steps", "process")
-                ]
-                print(f"  {which:6} start, {kind:8}: first step, {_STEPS} steps, process: {', '.join(texts)}")
-    print("In brackets: of Inductor's start of the same kind.")
-
-
-def main() -> int:
-    """Print the measurements."""
+def main() -> None:
+    """Print the seconds of each start, and their ratio to Inductor's start of the same kind."""
     parser = argparse.ArgumentParser(description="What a first step costs beside Inductor.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["gpt2", "bert"])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["4x256"])
     parser.add_argument("--repeat", type=int, default=1, help="starts of each kind; the median counts")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(start(*args.one)))
-        return 0
-    report: dict[str, Any] = {}
-    for name in args.models:
-        for size in args.sizes:
-            runs: dict[tuple[str, str], list[dict[str, float]]] = {key: [] for key in product(STARTS, VARIANTS)}
-            for _ in range(args.repeat):
-                for kind in VARIANTS:
-                    with tempfile.TemporaryDirectory() as caches:
-                        for which in STARTS:
-                            runs[which, kind].append(measured(name, kind, size, Path(caches)))
-            report[f"{name} {size}"] = {
-                which: {kind: medians(runs[which, kind]) for kind in VARIANTS} for which in STARTS
-            }
-    if args.json:
-        print(json.dumps(report))
-    else:
-        show(report)
-    return 0
+        return
+    for name, size in ((name, size) for name in args.models for size in args.sizes):
+        runs: dict[tuple[int, str], list[dict[str, float]]] = {(n, kind): [] for n in (1, 2) for kind in VARIANTS}
+        for _ in range(args.repeat):
+            for kind in VARIANTS:
+                with tempfile.TemporaryDirectory() as caches:
+                    for number in (1, 2):
+                        runs[number, kind].append(measured(name, kind, size, caches))
+        medians = {which: {key: statistics.median(run[key] for run in some) for key in some[0]}
+                   for which, some in runs.items()}  # fmt: skip
+        for (number, kind), found in medians.items():
+            texts = [f"{key} {found[key]:6.2f} s ({found[key] / medians[number, 'compile'][key]:.3f})"
+                     for key in ("step", "steps", "process")]  # fmt: skip
+            print(f"{name} {size}, start {number}, {kind:8}: {', '.join(texts)}", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -16,7 +16,6 @@ import itertools
 import json
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +25,10 @@ from typing import Any
 
 import torch
 from torch.distributed import TCPStore
-from training_models import MODELS, batch, build, make_engine
+from training_models import MODELS, batch, build
+
+import ort_zero
+from ort_zero.backends import registry
 
 SIZES = {
     "4x256": {"layers": 4, "hidden": 256},
@@ -38,15 +40,16 @@ ENGINES = {"none": 0, "zero1": 1, "zero3": 3}
 """ZeRO stage by the name of the engine; 0 for none."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Of weights and activations; under ZeRO, bf16 has master weights in fp32."""
-LARGE_PAGES = ", large pages"
-"""Ends the name of a variant whose large tensors lie in pages of 2 MiB, by torch's own variable."""
-VARIANTS = (
-    "torch", f"torch{LARGE_PAGES}", "compile", "segments", f"segments{LARGE_PAGES}", "segments, all in ort",
-    "segments, 55 %", "segments, no samples", "segments, no guards", "ortmodule",
-)  # fmt: skip
-"""Eager PyTorch; torch.compile by Inductor; the compile backend with measured placement, with all in ONNX Runtime, and
-with a memory budget of 55 %; without checks; without what has a unit follow its module's hooks, methods and missing
-gradients; onnxruntime-training (the last one, in an environment of its own)."""
+SECTIONS: dict[str, dict[str, Any] | None] = {
+    "torch": None,
+    "compile": None,
+    "segments": {"backend": "compile"},
+    "segments, all in ort": {"backend": "compile", "compile": {"place": "ort"}},
+    "segments, 55 %": {"backend": "compile", "memory": {"recompute": "auto", "budget": "55%"}},
+    "ortmodule": {"backend": "ortmodule"},
+}
+"""The section "ort_zero" of each variant: eager PyTorch; torch.compile by Inductor; the compile backend with measured
+placement, with all in ONNX Runtime, and with a memory budget; onnxruntime-training (in its own environment)."""
 DEFAULT = ("torch", "compile", "segments")
 _SETTLING = 400
 """Most steps for which the compile backend may go on deciding where segments and units run."""
@@ -57,8 +60,8 @@ class Variant:
 
     Args:
         name: of the model.
-        kind: one of :data:`VARIANTS`.
-        options: sizes, and ``stage``, ``threshold``, ``prefetch``.
+        kind: one of :data:`SECTIONS`.
+        options: sizes, and ``stage``, ``threshold``.
     """
 
     def __init__(self, name: str, kind: str, options: dict[str, Any]):
@@ -68,37 +71,24 @@ class Variant:
         self._device = options["device"]
         if kind == "compile":
             model.compile()
-        self.kind, ort = kind, kind not in ("torch", "compile")
-        self.segments = kind.startswith("segments")
-        section: dict[str, Any] = {"backend": "ortmodule"}
-        if self.segments:
-            place = "ort" if kind == "segments, all in ort" else "measured"
-            section = {"backend": "compile", "compile": {"place": place}}
-            if kind == "segments, 55 %":
-                section["memory"] = {"recompute": "auto", "budget": "55%"}
-            elif kind == "segments, no samples":
-                section["compile"]["verify"] = "off"
-            elif kind == "segments, no guards":
-                _leave_out_guards()
-        self.runtime: Any = None
+        self.segments, section = kind.startswith("segments"), SECTIONS[kind]
+        self.engine: Any = model
         if self.stage:
-            zero: dict[str, Any] = {}
-            if self.stage == 3 and options["threshold"] is not None:
-                zero["stage3_param_persistence_threshold"] = options["threshold"]
-            if self.stage == 3 and options["prefetch"] is not None:
-                zero["stage3_prefetch_bucket_size"] = options["prefetch"]
-            self.engine, self.runtime = make_engine(
-                model, self.stage, ort=ort, batch_size=options["batch"], section=section,
-                bf16=options["dtype"] == "bf16", **zero
-            )  # fmt: skip
-        else:
-            self.engine = model
-            if ort:
-                import ort_zero
-                from ort_zero.backends import registry
+            import deepspeed
 
-                self.engine = ort_zero.wrap(model, log_level="ERROR", **section)
-                self.runtime = registry.runtimes()[-1]
+            zero = {"stage3_param_persistence_threshold": options["threshold"]} if self.stage == 3 else {}
+            config: dict[str, Any] = {
+                "train_micro_batch_size_per_gpu": options["batch"],
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+                "zero_allow_untested_optimizer": True,
+                "zero_optimization": {"stage": self.stage, **zero},
+                "bf16": {"enabled": options["dtype"] == "bf16"},
+                **({} if section is None else {"ort_zero": {"log_level": "ERROR", **section}}),
+            }
+            self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        elif section is not None:
+            self.engine = ort_zero.wrap(model, log_level="ERROR", **section)
+        self.runtime = registry.runtimes()[-1] if section is not None else None
         self.engine.train()
         self.steps = 0
 
@@ -136,33 +126,15 @@ class Variant:
         if self.runtime is None:
             return {}
         status = self.runtime.status()
+        assert status["fallbacks"] == 0 and status["graph_runs"]["backward"], status
+        did = f"{len(status['units'])} units"
         if self.segments:
-            assert status["fallbacks"] == 0 and status["graph_runs"]["backward"], status
-            share = status["compiled"]["flop_share"]
-            did = f"{100 * share:.0f} % of operations in ONNX Runtime, {len(status['units'])} units"
-            is_settled = status["compiled"]["settled"]
-            did += f", {'' if is_settled else 'not '}settled after {self.settled_after} steps"
-            memory = status["memory"][0]
+            compiled, memory = status["compiled"], status["memory"][0]
+            did += f", {100 * compiled['flop_share']:.0f} % of operations in ONNX Runtime"
+            did += f", {'' if compiled['settled'] else 'not '}settled after {self.settled_after} steps"
             if memory["budget"]:
                 did += f", {100 * memory['kept'] / memory['kept_without']:.0f} % kept for the backward"
-            return {"kernels": did}
-        graph = status["graphs"]["training"]
-        assert status["backend"] == "onnxruntime" and status["fallbacks"] == 0, status
-        assert graph["runs"] == {"forward": self.steps, "backward": self.steps}, status
-        done = {key: graph[key] / self.steps for key in ("gathers", "gathered_elements", "reduces")}
-        return {**done, "kernels": dict(graph["kernels"]), "nodes": graph["nodes"], "python_ops": graph["python_ops"]}
-
-
-def _leave_out_guards() -> None:
-    """Have units run as ``torch.compile`` runs them: graphs go on whatever hooks, methods and gradients change."""
-    from ort_zero.compat import compiled_backward, torch_compile
-    from ort_zero.units import class_forward, unit_forward
-
-    torch_compile._DYNAMO_OPTIONS["skip_nnmodule_hook_guards"] = True
-    class_forward.ClassCode.replaced = lambda self, unit: None
-    unit_forward.is_taken_apart = lambda arguments: False
-    unit_forward.called_module = lambda depth: None
-    compiled_backward.prepare_backward = lambda results: True
+        return {"did": did}
 
 
 def measure(name: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -170,14 +142,12 @@ def measure(name: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         name: of the model.
-        kind: one of :data:`VARIANTS`.
-        options: sizes, and ``stage``, ``threshold``, ``prefetch``, ``turn``, ``port``, ``timeout``.
+        kind: one of :data:`SECTIONS`.
+        options: sizes, and ``stage``, ``threshold``, ``turn``, ``port``, ``timeout``.
 
     Returns:
         Wall and CPU seconds of each turn, loss, what :meth:`Variant.report` returns; or why torch.compile does not run.
     """
-    import ort_zero
-
     ort_zero.enable()
     torch.set_num_threads(options["threads"])
     rank = 0
@@ -192,7 +162,7 @@ def measure(name: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
     dtype = DTYPES[options["dtype"]]
     inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
     try:
-        variant = Variant(name, kind.removesuffix(LARGE_PAGES), options)
+        variant = Variant(name, kind, options)
         for _ in range(options["warmup"]):  # the first step compiles; DeepSpeed's prefetch needs a traced step
             variant.step(inputs)
         variant.settle(inputs)
@@ -241,9 +211,8 @@ def measure_in_turns(
     with ThreadPoolExecutor(len(options["variants"])) as pool:
         try:
             for kind in options["variants"]:  # one after another: segments are placed by their times
-                pages = {"THP_MEM_ALLOC_ENABLE": str(int(kind.endswith(LARGE_PAGES)))}
                 running[kind] = pool.submit(
-                    run_on_ranks, measure, ranks, name, kind, options, timeout=options["timeout"], env={**env, **pages}
+                    run_on_ranks, measure, ranks, name, kind, options, timeout=options["timeout"], env=env
                 )
                 if not _done(store, kind, 0, ranks, running[kind]):
                     failed[kind] = running.pop(kind).result()[0]["failed"]
@@ -307,33 +276,29 @@ def show(label: str, case: dict[str, Any]) -> None:
         cpu, wall = found["cpu"], found["wall"]
         print(f"  {kind:18} CPU {cpu['ms']:8.1f} ms, {cpu['ratio']:.3f} of PyTorch's ({cpu['min']:.2f} to "
               f"{cpu['max']:.2f}, fastest {cpu['of_fastest']:.2f}); wall {wall['ms']:8.1f} ms, {wall['ratio']:.3f} "
-              f"({wall['min']:.2f} to {wall['max']:.2f}); loss {found['loss']:.6f} {found.get('kernels') or ''}",
+              f"({wall['min']:.2f} to {wall['max']:.2f}); loss {found['loss']:.6f} {found.get('did', '')}",
               flush=True)  # fmt: skip
     for kind, why in case["failed"].items():
         print(f"  {kind:18} does not run: {why}")
 
 
 def show_means(cases: dict[str, Any]) -> None:
-    """Print the geometric means of the cases' ratios, to eager PyTorch and to torch.compile."""
-    for which in ("cpu", "wall"):
-        for kind in VARIANTS[1:]:
+    """Print the geometric means of the cases' ratios to eager PyTorch."""
+    for kind in SECTIONS:
+        for which in ("cpu", "wall") if kind != "torch" else ():
             ratios = [c["variants"][kind][which]["ratio"] for c in cases.values() if kind in c["variants"]]
             if ratios:
                 print(f"{kind} / torch, {which}: {statistics.geometric_mean(ratios):.3f} in the geometric mean of "
                       f"{len(ratios)} cases, {max(ratios):.3f} at most")  # fmt: skip
-        both = [c["variants"] for c in cases.values() if {"ortmodule", "compile"} <= c["variants"].keys()]
-        if both:
-            ratios = [v["ortmodule"][which]["ratio"] / v["compile"][which]["ratio"] for v in both]
-            print(f"ort / compile, {which}: {statistics.geometric_mean(ratios):.3f} in the geometric mean")
 
 
-def main() -> int:
-    """Measure the cases, print their figures and add them to a file; return 0."""
+def main() -> None:
+    """Measure the cases and print their figures."""
     parser = argparse.ArgumentParser(description="Step times of ORT beside eager PyTorch and torch.compile.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[name for name in MODELS if name != "t5"])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["4x256"])
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(DEFAULT))
+    parser.add_argument("--variants", nargs="+", choices=SECTIONS, default=list(DEFAULT))
     parser.add_argument("--ranks", type=int, default=2, help="under ZeRO")
     parser.add_argument("--rounds", type=int, default=12, help="at most")
     parser.add_argument("--seconds", type=float, default=100, help="for the rounds of a case; three rounds always run")
@@ -344,39 +309,32 @@ def main() -> int:
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--labels", type=float, default=1.0, help="share of tokens that have a label")
     parser.add_argument("--threshold", type=int, default=0, help="stage3_param_persistence_threshold")
-    parser.add_argument("--prefetch", type=int, help="stage3_prefetch_bucket_size; DeepSpeed's default if not given")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each rank")
     parser.add_argument("--timeout", type=float, default=900)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="JSON file to which the cases are added")
     args = parser.parse_args()
     if "torch" not in args.variants:
         parser.error("--variants needs torch, which the others are compared with")
     cases: dict[str, Any] = {}
     for name, size, engine in itertools.product(args.models, args.sizes, args.engines):
-        options = {**vars(args), **SIZES[size], "stage": ENGINES[engine], "out": None}
+        options = {**vars(args), **SIZES[size], "stage": ENGINES[engine]}
         label = f"{name} {size} {engine}" + (f" {args.dtype}" if args.dtype != "fp32" else "")
         label += f" {args.threads} threads" if args.threads != 1 else ""
         if name in ("gpt2", "bert", "llama"):
             label += f" vocab {args.vocab} {args.batch}x{args.seq} labels {args.labels:g}"
         ranks = args.ranks if ENGINES[engine] else 1
         with tempfile.TemporaryDirectory() as cache:  # segments are placed in this run, not in an earlier one
-            own = {"ORT_ZERO_CACHE_DIR": cache}
-            reports, failed = measure_in_turns(name, options, ranks, own)
+            reports, failed = measure_in_turns(name, options, ranks, {"ORT_ZERO_CACHE_DIR": cache})
         cases[label] = {**summarize(reports, failed), "processor": processor()}
         if not args.json:
             show(label, cases[label])
-        if args.out is not None:
-            known = json.loads(args.out.read_text()) if args.out.exists() else {}
-            args.out.write_text(json.dumps({**known, label: cases[label]}, indent=1, sort_keys=True) + "\n")
     if args.json:
         print(json.dumps(cases))
     elif len(cases) > 1:
         show_means(cases)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

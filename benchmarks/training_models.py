@@ -1,4 +1,4 @@
-"""The models that the benchmarks of training steps have in common, their batches, and engines around them."""
+"""The models that the benchmarks of training steps have in common, and their batches."""
 
 from __future__ import annotations
 
@@ -78,45 +78,3 @@ def batch(options: dict[str, Any], rank: int, name: str = "gpt2") -> dict[str, t
     if options.get("labels", 1) < 1:
         labels = torch.where(torch.rand(shape, generator=generator) < options["labels"], ids, -100)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-
-
-def make_engine(
-    model: torch.nn.Module,
-    stage: int,
-    *,
-    ort: bool,
-    batch_size: int,
-    section: dict[str, Any] | None = None,
-    bf16: bool = False,
-    **zero: Any,
-) -> tuple[Any, Any]:
-    """Return a DeepSpeed engine and its ort_zero runtime (None without the section).
-
-    Args:
-        model: of :func:`build`.
-        stage: of ZeRO.
-        ort: run in ONNX Runtime.
-        batch_size: of one rank.
-        section: keys of ``"ort_zero"``.
-        bf16: train in bf16, with master weights in fp32.
-        zero: more keys of ``"zero_optimization"``.
-    """
-    import deepspeed
-
-    from ort_zero.backends import registry
-
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": batch_size,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, **zero},
-    }
-    if bf16:
-        config["bf16"] = {"enabled": True}
-    if ort:
-        config["ort_zero"] = {"log_level": "ERROR", **(section or {})}
-    before = registry.runtimes()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    made = [runtime for runtime in registry.runtimes() if runtime not in before]
-    assert len(made) == int(ort), "the engine was not made as the section says"
-    return engine, made.pop() if ort else None
