@@ -143,10 +143,9 @@ def commands() -> str:
     text = COMMANDS + "".join(row(every[name]) for name in SHARED)
     for parser in parsers:
         description = (parser.description or "").rstrip(".")
-        text += f"\n### {parser.prog}\n\n{description[0].upper()}{description[1:]}.\n"
         actions = [action for action in parser._actions if not set(action.option_strings) & {*COMMON, *SHARED}]
-        if actions:
-            text += f"\n| `{usage(parser, actions)}` | |\n|---|---|\n" + "".join(row(action) for action in actions)
+        text += f"\n### {parser.prog}\n\n| `{usage(parser, actions)}` | {description} |\n|---|---|\n"
+        text += "".join(row(action) for action in actions)
     return text
 
 
