@@ -55,12 +55,11 @@ def run_command(command: str, folder: Path) -> tuple[int, str]:
 
 
 def main() -> int:
-    """Write the page anew, unless a command failed; return the exit status."""
+    """Write the page anew, and name the commands that failed; return 1 if there are any."""
     with tempfile.TemporaryDirectory() as name:
         page, failed = run(PAGE.read_text(), Path(name))
+    PAGE.write_text(page)
     print("\n\n".join(failed), file=sys.stderr)
-    if not failed:
-        PAGE.write_text(page)
     return bool(failed)
 
 
