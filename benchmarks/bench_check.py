@@ -20,12 +20,14 @@ STORED = HERE / "ratios.json"
 README, PAGE = HERE.parent / "README.md", HERE.parent / "docs/figures.md"
 OURS = {"step_time.py": "segments", "settled_memory.py": "compile"}
 """The variant of each benchmark that is the compile backend as it comes."""
+MEMORY = "torch, cpu_memory"
+"""The variant in which PyTorch runs the model with the measures of ``"cpu_memory"``."""
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 """Lines between which the figures stand; ``make readme-figures`` writes what is between them."""
 
 
 def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ratio (of CPU time, and of wall time) and processor of one case, measured in its own processes.
+    """Return ratio, wall time's ratio, that of eager PyTorch with ``"cpu_memory"``, and processor of one case.
 
     Raises:
         RuntimeError: the benchmark has failed.
@@ -39,7 +41,8 @@ def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
     ours = found["variants"][OURS[case["benchmark"]]]
     if "cpu" not in ours:
         return {"ratio": ours["ratio"], "processor": None}
-    return {"ratio": ours["cpu"]["ratio"], "wall": ours["wall"]["ratio"], "processor": found["processor"]}
+    memory = {"cpu_memory": found["variants"][MEMORY]["cpu"]["ratio"]} if MEMORY in found["variants"] else {}
+    return {"ratio": ours["cpu"]["ratio"], "wall": ours["wall"]["ratio"], **memory, "processor": found["processor"]}
 
 
 def check(
@@ -82,16 +85,23 @@ def check(
 
 def table(stored: Mapping[str, Any]) -> str:
     """Return the table of the stored ratios in Markdown."""
-    rows = ["| | CPU time or memory, of eager PyTorch's | wall time |", "|---|---|---|"]
+    head = "| of eager PyTorch's CPU time or memory | eager with `cpu_memory` | ort_zero | wall time |"
+    rows = [head, "|---|---|---|---|"]
     for name, case in stored["cases"].items():
-        rows.append(f"| {name} | {case['ratio']:.2f} | {format(case['wall'], '.2f') if 'wall' in case else ''} |")
+        cells = [f"{case[key]:.2f}" if key in case else "" for key in ("cpu_memory", "ratio", "wall")]
+        rows.append(f"| {' | '.join([name, *cells])} |")
     return "\n".join(rows)
 
 
 def sentence(stored: Mapping[str, Any]) -> str:
-    """Return the stored ratios of the cases with a short name in one line."""
-    named = [f"{case['short']} {case['ratio']:.2f}" for case in stored["cases"].values() if "short" in case]
-    return f"{', '.join(named)}."
+    """Return the stored ratios of the cases with a short name in one line, each with that of ``"cpu_memory"`` alone."""
+    named = [
+        f"{case['short']} {case['ratio']:.2f}" + (f" ({case['cpu_memory']:.2f})" if "cpu_memory" in case else "")
+        for case in stored["cases"].values()
+        if "short" in case
+    ]
+    form = f"{stored['processor']}; below 1 is faster; in brackets eager PyTorch with `cpu_memory`"
+    return f"{', '.join(named)} ({form})."
 
 
 def with_figures(text: str, figures: str) -> str:
@@ -123,7 +133,7 @@ def main() -> int:
         for name in names:
             result = run_case(stored["cases"][name])
             case = stored["cases"][name]
-            case.update({key: round(result[key], 3) for key in ("ratio", "wall") if key in result})
+            case.update({key: round(result[key], 3) for key in ("ratio", "wall", "cpu_memory") if key in result})
             stored["processor"] = result["processor"] or stored["processor"]
             print(f"{name}: {result['ratio']:.2f}", flush=True)
             STORED.write_text(json.dumps(stored, indent=1) + "\n")  # each case takes half a minute

@@ -42,15 +42,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Of weights and activations; under ZeRO, bf16 has master weights in fp32."""
 SECTIONS: dict[str, dict[str, Any] | None] = {
     "torch": None,
+    "torch, cpu_memory": {"backend": "torch"},
     "compile": None,
     "segments": {"backend": "compile"},
     "segments, all in ort": {"backend": "compile", "compile": {"place": "ort"}},
     "segments, 55 %": {"backend": "compile", "memory": {"recompute": "auto", "budget": "55%"}},
     "ortmodule": {"backend": "ortmodule"},
 }
-"""The section "ort_zero" of each variant: eager PyTorch; torch.compile by Inductor; the compile backend with measured
+"""The section "ort_zero" of each variant: eager PyTorch, alone and with what needs no ONNX Runtime; Inductor; the compile backend with measured
 placement, with all in ONNX Runtime, and with a memory budget; onnxruntime-training (in its own environment)."""
-DEFAULT = ("torch", "compile", "segments")
+DEFAULT = ("torch", "torch, cpu_memory", "compile", "segments")
 _SETTLING = 400
 """Most steps for which the compile backend may go on deciding where segments and units run."""
 
@@ -88,7 +89,7 @@ class Variant:
             self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         elif section is not None:
             self.engine = ort_zero.wrap(model, log_level="ERROR", **section)
-        self.runtime = registry.runtimes()[-1] if section is not None else None
+        self.runtime = next(iter(registry.runtimes()), None)
         self.engine.train()
         self.steps = 0
 

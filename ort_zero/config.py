@@ -135,6 +135,9 @@ class Config(_Strict):
     """Glob patterns of module paths that stay in PyTorch."""
     log_level: str = "INFO"
     """DEBUG, VERBOSE, DEVINFO, INFO, WARNING or ERROR."""
+    cpu_memory: bool = True
+    """On CPUs: keep freed memory; under ZeRO gather and reduce in place, bound buckets, update Adam in pieces. Needs no
+    ONNX Runtime, and serves every backend, "torch" too. False leaves this to DeepSpeed, torch and glibc."""
     save_onnx: str | None = None
     """Folder into which rank 0 writes the graphs as ONNX files; None writes none."""
     compile: CompileConfig = Field(default_factory=CompileConfig)

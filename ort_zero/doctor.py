@@ -20,6 +20,7 @@ from pathlib import Path
 from ort_zero import __version__, env
 from ort_zero.backends import loading
 from ort_zero.compat import deepspeed_programs, torch_extensions, versions
+from ort_zero.cpu_memory import measures
 from ort_zero.masking import masked
 from ort_zero.utils.cpu_count import usable_cores
 from ort_zero.utils.sizes import binary_size
@@ -70,6 +71,8 @@ class Report:
     """Name and version of the C library; "musl" or empty where it is not glibc."""
     ninja: str | None
     """Path of the program ninja, with which torch compiles DeepSpeed's operators."""
+    cpu_memory: str
+    """The measures of ``"cpu_memory"`` that this machine allows, in words."""
     temporary: str
     """Folder for temporary files, and its free space."""
     environment: dict[str, str]
@@ -149,6 +152,7 @@ def examine() -> Report:
         ort_zero=__version__,
         libc=" ".join(platform.libc_ver()).strip() or ("musl" if versions.on_musl() else ""),
         ninja=shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable)),
+        cpu_memory=measures.offered(),
         temporary=_temporary(),
         environment=_environment(),
         problems=tuple(problems),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # autoload runs at the end of every ``import torch``
 
 patch_sets: dict[str, PatchSet] = {}
 """The applied patches by name: ``"deepspeed"``, ``"gathers"`` (DeepSpeed's, once an engine has the section),
+``"collectives in place"`` and ``"Adam in pieces"`` (of ``cpu_memory``),
 ``"torch.onnx"``, ``"onnxruntime"``, ``"ORTModule"`` (its constructor), ``"profiling ranges"`` and ``"statistics"`` (of
 onnxruntime-training), and ``"refused_section"`` where the plugin could not be enabled."""
 _PATCHING = threading.RLock()

@@ -132,6 +132,7 @@ def text_of(report: doctor.Report) -> str:
         "providers": ", ".join(report.providers) or "none",
         "cores": f"{report.cores}, {report.threads_per_rank} thread(s) per rank",
         "entry point": "installed" if report.entry_point else "not installed",
+        "cpu memory": report.cpu_memory,
         "temporary": report.temporary,
     }
     facts |= {"environment" if i == 0 else " " * i: f"{n}={v}" for i, (n, v) in enumerate(report.environment.items())}

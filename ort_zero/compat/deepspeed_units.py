@@ -20,6 +20,7 @@ from torch import nn
 from ort_zero.compat import deepspeed_hooks
 from ort_zero.compat.deepspeed import parameter_offload_of
 from ort_zero.compat.deepspeed_parameters import elements_of, full_size
+from ort_zero.compat.torch_distributed import require_equal
 from ort_zero.compat.torch_modules import parameters_of
 from ort_zero.utils.patching import Patch, defined_in
 
@@ -27,6 +28,7 @@ _UNIT = "_ort_zero_unit"
 _LEAF = "_z3_leaf"
 """The mark that ``set_z3_leaf_module`` sets."""
 PREFETCH_BUCKET = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
+REDUCE_BUCKET = "reduce_bucket_size"
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 
 
@@ -67,6 +69,20 @@ def prefetch_less(engine: Any, units: Iterable[nn.Module]) -> None:
         largest = max((elements_of(unit) for unit in units), default=0)
         more = max(0, largest - _largest_module(engine.module))
         setattr(coordinator, PREFETCH_BUCKET, max(0, getattr(coordinator, PREFETCH_BUCKET) - more))
+
+
+def require_equal_sizes(engine: Any, units: Iterable[nn.Module]) -> None:
+    """Raise RankError on all data-parallel ranks, which must all call, if their units or bucket sizes differ.
+
+    Units decide what is gathered at once and the order of gradients, buckets how much is reduced or prefetched at once.
+    Both come from the model and the config of each rank.
+    """
+    names = {id(module): name for name, module in engine.module.named_modules()}
+    sizes = {f"the number of elements of unit {names.get(id(unit), '?')}": elements_of(unit) for unit in units}
+    sizes[REDUCE_BUCKET] = getattr(engine.optimizer, REDUCE_BUCKET, 0)
+    coordinator = getattr(parameter_offload_of(engine), "param_coordinator", None)
+    sizes["the size of a prefetch"] = getattr(coordinator, PREFETCH_BUCKET, 0)
+    require_equal("training with ort_zero", sizes, engine.seq_data_parallel_group, always=True)
 
 
 def _largest_module(model: nn.Module) -> int:

@@ -12,6 +12,7 @@ from ort_zero import config, env, log
 from ort_zero.backends import loading, registry
 from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.compat import third_party
+from ort_zero.cpu_memory import measures
 from ort_zero.distributed import lone_failures
 from ort_zero.distributed.missing_ranks import note_this_rank, remember_ranks
 from ort_zero.errors import CheckpointError, ConfigError
@@ -26,22 +27,22 @@ def _engine_init(original):
         note_this_rank()  # first: after the collectives of the constructor each rank can read all notes
         bound, ds_config = ds_compat.config_of(original, self, args, kwargs)
         section = config.section_of(ds_config)
-        if section is None:
-            original(self, *args, **kwargs)
-            return _note(self)
-        if profiled_script.in_torch():
+        if section is None or profiled_script.in_torch():
+            measures.begin(False)
             original(self, *args, **kwargs)
             _note(self)
-            return profiled_script.measure_engine(self)
+            return None if section is None else profiled_script.measure_engine(self)
         self.ort_zero_section = section
         _refuse_local_storage(ds_config, section)
         log.set_level(section.log_level, self)
+        measures.begin(section.cpu_memory)
         third_party.silence()
         patch_gathers()
         engine = section.engine()
         if engine == "torch":
             with backend_context.with_section():
                 original(self, *args, **kwargs)
+            measures.connect(self, section.cpu_memory)
             _note(self)
             summary.announce(section, self.module, None)
             metrics.write_metrics_of(self, section.metrics, None)
@@ -55,6 +56,7 @@ def _engine_init(original):
         )
         with backend_context.with_section():
             original(*bound.args, **bound.kwargs)
+        measures.connect(self, section.cpu_memory)
         from ort_zero.units import installation  # needs ONNX Runtime
 
         installation.connect(runtime, self)
@@ -238,6 +240,7 @@ def _destroy(original):
     @functools.wraps(original)
     def destroy(self):
         metrics.end_metrics_of(self)
+        measures.end(self)
         session = self.__dict__.pop("ort_zero_statistics", None)
         if session is not None:
             session.remove()

@@ -220,14 +220,15 @@ def _engine_is_patched() -> bool:
 def status() -> dict[str, Any]:
     """Return the patches, the models with their graphs, and the reasons, as plain values.
 
-    Keys: ``enabled``, ``reason`` (why the plugin is not enabled, or None), ``patches`` (targets), ``models`` and
-    ``fallbacks`` (sum over the models). ``models`` has one entry for each living engine whose section asks for ONNX
-    Runtime, the newest one last: ``backend`` (``"onnxruntime"``, ``"torch"`` or ``"not called yet"``), graphs, runs,
-    gathers, reduces, transitions and fallback reason. The newest model's entry stays once the model is freed or its
-    engine destroyed, with ``gone`` True, until another model is made; the model's memory does not. The entry's
-    ``called_in_torch`` lists the methods other than forward that
-    PyTorch has run, with the number of module calls that they made.
+    Keys: ``enabled``, ``reason`` (why the plugin is not enabled, or None), ``patches`` (targets), ``cpu_memory`` (the
+    measures of this name that are in effect), ``models`` and ``fallbacks`` (sum over the models). ``models`` has one
+    entry for each living engine whose section asks for ONNX Runtime, the newest one last: ``backend``
+    (``"onnxruntime"``, ``"torch"`` or ``"not called yet"``), graphs, runs, transitions and fallback reason. The
+    newest model's entry stays once the model is freed or its engine destroyed, with ``gone`` True, until another model
+    is made; the model's memory does not.
     """
+    from ort_zero.cpu_memory import measures
+
     models = registry.statuses()
     reason = "ORT_ZERO_DISABLE is set" if env.disabled() else _state["auto_error"]
     return {
@@ -235,6 +236,7 @@ def status() -> dict[str, Any]:
         "reason": reason,
         "patches": [target for patch_set in registry.patch_sets.values() for target in patch_set.targets()],
         "models": models,
+        "cpu_memory": measures.in_effect(),
         "fallbacks": sum(model["fallbacks"] for model in models),
     }
 

@@ -9,12 +9,14 @@ import logging
 import os
 import sys
 import textwrap
+import weakref
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 from ort_zero import config, env, log
 from ort_zero.backends import registry
+from ort_zero.cpu_memory import measures
 from ort_zero.plugin import compile_progress
 from ort_zero.utils import tables
 from ort_zero.utils.text import shortened
@@ -25,6 +27,8 @@ _MIN_COLUMN = 8
 _ASCII, _BOXES = ("-", "|", "+"), ("─", "│", "┼")
 _printed: list[str] = []
 """The titles of the models that this process has announced."""
+_unsettled: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""The runtimes of models that were announced without a share of operations."""
 Row = tuple[str, ...]
 """Cells of a row: feature, state, setting that switches it; the second of two cells takes all remaining width."""
 
@@ -35,6 +39,7 @@ def table(
     versions: Mapping[str, str],
     plans: Sequence[tuple[str, str]] = (),
     *,
+    in_engine: bool = True,
     width: int = 80,
     boxes: bool = False,
 ) -> str:
@@ -45,31 +50,38 @@ def table(
         section: section of the engine's config.
         versions: installed versions by distribution.
         plans: operators that the backward computes again, and the memory that this saves.
+        in_engine: whether a DeepSpeed engine holds the model.
         width: width of the terminal in characters.
         boxes: draw lines with box characters rather than ASCII.
     """
-    in_torch = [("ONNX Runtime", "off", 'backend: "auto"'), *_parts(section)]
+    in_torch = [("ONNX Runtime", "off", 'backend: "auto"'), *_parts(section, in_engine)]
     rows: list[Row] = [
         ("feature", "state", 'to switch it, in "ort_zero"'),
-        *(in_torch if status is None else _compiled(status, section)),
+        *(in_torch if status is None else _compiled(status, section, in_engine)),
         *((f"  {operators}", effect) for operators, effect in plans),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
     return "\n".join(_drawn(rows, max(width, _MIN_WIDTH), _BOXES if boxes else _ASCII))
 
 
-def announce(section: config.Config, module: Any, runtime: Any | None) -> None:
+def announce(section: config.Config, module: Any, runtime: Any | None, in_engine: bool = True) -> None:
     """Print the table of a model with a section, of a later model one line, on rank 0, unless the level is above INFO.
+
+    Called once more for a model whose share of operations has been settled since, prints a line with the share.
 
     Args:
         section: the configuration of the model.
         module: the user's module.
         runtime: the runtime of the model in ONNX Runtime; None for a model in PyTorch.
+        in_engine: whether a DeepSpeed engine holds the model.
     """
     compile_progress.compiled["seconds"] = 0.0
     logger = log.get_logger()
     status = registry.status_of(runtime) if runtime is not None else None
     if env.rank() != 0 or not logger.isEnabledFor(logging.INFO):
+        return
+    if status is not None and _unsettled.pop(runtime, False):
+        logger.info("it is settled what runs where: of %s %s", status["module"], _share(status))
         return
     plans: Sequence[tuple[str, str]] = runtime.memory_summary() if runtime is not None else ()
     if status is None:
@@ -78,11 +90,13 @@ def announce(section: config.Config, module: Any, runtime: Any | None) -> None:
         title = f"{status['module']} runs in PyTorch: it cannot run in ONNX Runtime"
     else:
         title = f"{status['module']} runs in ONNX Runtime"
+        if not status["compiled"]["settled"]:
+            _unsettled[runtime] = True
     _printed.append(title)
     if len(_printed) > 1:
         logger.info("%s%s", title, _in_short(status) if status is not None else "")
         return
-    text = table(status, section, _versions(), plans, width=_width(), boxes=_draws_boxes())
+    text = table(status, section, _versions(), plans, width=_width(), in_engine=in_engine, boxes=_draws_boxes())
     logger.info("%s\n%s", title, text)
 
 
@@ -90,31 +104,40 @@ def _in_short(status: Mapping[str, Any]) -> str:
     """Return what a line tells of a model that is not the first one of its process."""
     if status["fallback_reason"]:
         return f": {status['fallback_reason']}"
-    share = status["compiled"]["flop_share"]
-    operations = "" if share is None else f", {100 * share:.0f} % of floating-point operations there"
-    return f": {len(status['units'])} units{operations}; PyTorch runs {_kept(status)}"
+    share = f"; {_share(status)}" if status["compiled"]["settled"] else ""
+    return f": {len(status['units'])} units{share}; without an ONNX form: {_kept(status)}"
 
 
-def _parts(section: config.Config) -> list[Row]:
-    """Return the rows of the parts that need no ONNX Runtime."""
-    save, collects = section.checkpoint, section.statistics.enabled
-    return [
+def _share(status: Mapping[str, Any]) -> str:
+    """Return in words which part of the operations ONNX Runtime runs, and which units PyTorch runs whole."""
+    share, in_torch = status["compiled"]["flop_share"], status["compiled"]["units_in_torch"]
+    text = "" if share is None else f"ONNX Runtime runs {100 * share:.0f} % of the floating-point operations, "
+    return f"{text}PyTorch runs {', '.join(in_torch) or 'no unit'} whole"
+
+
+def _parts(section: config.Config, in_engine: bool) -> list[Row]:
+    """Return the rows of the parts that need no ONNX Runtime; only an engine saves checkpoints."""
+    save, collects, memory = section.checkpoint, section.statistics.enabled, section.cpu_memory
+    in_effect = ", ".join(measures.in_effect()) if memory else ""
+    rows: list[Row] = [
+        ("memory of CPUs", _state(memory) + (f": {in_effect}" if in_effect else ""), _switch("cpu_memory", not memory)),
         ("sharded checkpoints", _state(save.sharded), _switch("checkpoint.sharded", not save.sharded)),
         ("asynchronous saving", _state(save.async_save), _switch("checkpoint.async_save", not save.async_save)),
         ("statistics", _state(collects), _switch("statistics.enabled", not collects)),
     ]
+    return [row for row in rows if in_engine or not row[2].startswith("checkpoint")]
 
 
-def _compiled(status: Mapping[str, Any], section: config.Config) -> list[Row]:
+def _compiled(status: Mapping[str, Any], section: config.Config, in_engine: bool) -> list[Row]:
     """Return the rows of a model whose units ONNX Runtime runs."""
     record = status["compiled"]
-    share = record["flop_share"]
+    is_settled = record["settled"]
     places = f"{status['sessions']} sessions"
     checks = ("checked against PyTorch", "the first run of each graph, by sizes", "always")
     if status["engine"] == "compile":
         places = f"{record['segments']} segments, {places}"
         checks = ("checked against PyTorch", section.compile.verify, 'compile.verify: "sampled", "always", "off"')
-        if record["segments_in_torch"]:
+        if is_settled and record["segments_in_torch"]:
             places += f"; PyTorch runs {record['segments_in_torch']} of the segments"
     return [
         ("ONNX Runtime", _state(status["backend"] == "onnxruntime"), "enabled: false"),
@@ -132,11 +155,11 @@ def _compiled(status: Mapping[str, Any], section: config.Config) -> list[Row]:
         ("  run by", places, _other_place(status["engine"], section)),
         (
             "  share of operations",
-            "not counted" if share is None else f"{100 * share:.0f} % of floating-point operations in ONNX Runtime",
+            _share(status) if is_settled else "not settled yet: the faster of both will run each part; a line says it",
             _other_place(status["engine"], section),
         ),
         checks,
-        *_parts(section),
+        *_parts(section, in_engine),
         ("run by PyTorch", _kept(status), "has no ONNX form here, or is faster there"),
         *((f"  {path or 'the model'}", why) for path, why in status["failures"].items()),
         *((f"  segment {key}", why) for key, why in record.get("failed", {}).items()),

@@ -8,7 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ort_zero import config, env, log
 from ort_zero.backends import loading, registry
-from ort_zero.compat import glibc, torch_compile
+from ort_zero.compat import torch_compile
+from ort_zero.cpu_memory import glibc
 from ort_zero.errors import ConfigError
 from ort_zero.plugin import compile_progress, profiled_script, statistics, summary
 
@@ -44,12 +45,13 @@ def wrap(model: Any, **section: Any) -> Any:
         model.module = wrap(model.module, **section)
         return model
     engine = options.engine()
-    if engine != "torch":
+    if options.cpu_memory:
         glibc.keep_freed_memory()  # for the next step
+    if engine != "torch":
         running = loading.load(engine).run(model, profiled_script.without_fallback(options), {})
         statistics.note_onnxruntime(model)
         torch_compile.while_converting[:] = [compile_progress.shown]
-        running.announce = lambda ready: summary.announce(options, ready.module, ready)
+        running.announce = lambda ready: summary.announce(options, ready.module, ready, in_engine=False)
         profiled_script.measure_model(running)
     log.set_level(options.log_level, model)
     session = statistics.collect(model, options.statistics)

@@ -8,15 +8,7 @@ from typing import Any
 from torch import nn
 
 from ort_zero.backends import registry
-from ort_zero.compat import (
-    deepspeed,
-    deepspeed_buckets,
-    deepspeed_gradient_order,
-    deepspeed_units,
-    glibc,
-    gloo_collectives,
-    torch_adam,
-)
+from ort_zero.compat import deepspeed, deepspeed_gradient_order, deepspeed_units
 from ort_zero.compat.torch_modules import modules_of
 from ort_zero.units.finding import Unit
 from ort_zero.units.interface import Engine
@@ -38,26 +30,21 @@ def install(model: nn.Module, engine: Engine, units: Sequence[Unit], stage: int,
     if stage == 3:
         registry.apply("gathers in units", deepspeed_units.patches)
         deepspeed_units.gather_together(unit.module for unit in units)
-    if stage:
-        registry.apply("collectives without copies", gloo_collectives.patches)
-        registry.apply("updates in pieces", torch_adam.patches)
     registry.register(running)
     return running
 
 
 def connect(running: UnitsModel, engine: Any) -> None:
-    """Prepare a new DeepSpeed engine for compiled units: the order of gradients, the sizes of buckets, kept memory.
+    """Prepare a new DeepSpeed engine for compiled units: the order of gradients, the sizes of prefetches.
 
-    The optimizer gets the gradients in one order on all ranks, and the process keeps freed memory for the next step.
+    The optimizer gets the gradients in one order on all ranks.
     The step whose operations DeepSpeed's flops profiler counts runs in PyTorch: the profiler counts calls of Python.
     """
     running.stage = int(engine.zero_optimization_stage())
     if running.stage == 3:
         deepspeed_units.prefetch_less(engine, running.unit_modules())
-    glibc.keep_freed_memory()
-    deepspeed_buckets.bound_buckets(engine)  # whatever glibc does here: a bucket has one size on all ranks
     if running.stage:
-        deepspeed_buckets.require_equal_sizes(engine, running.unit_modules())
+        deepspeed_units.require_equal_sizes(engine, running.unit_modules())
     deepspeed_gradient_order.keep_order(engine.optimizer, running.unit_modules())
     if engine.flops_profiler_enabled():
         is_counted = deepspeed.flops_are_counted(engine)

@@ -63,13 +63,15 @@ def test_an_update_is_stored_and_written_into_the_page(bench, monkeypatch, tmp_p
     monkeypatch.setattr(bench, "STORED", file)
     monkeypatch.setattr(bench, "README", page)
     monkeypatch.setattr(bench, "PAGE", full)
-    monkeypatch.setattr(bench, "run_case", lambda case: {"ratio": 0.25, "wall": 0.3, "processor": "AVX2"})
+    found = {"ratio": 0.25, "wall": 0.3, "cpu_memory": 0.8}
+    monkeypatch.setattr(bench, "run_case", lambda case: {**found, "processor": "AVX2"})
     monkeypatch.setattr("sys.argv", ["bench_check.py", "--update", "--only", "b"])
     assert bench.main() == 0
     expected = copy.deepcopy(stored)
-    expected["cases"]["b"].update(ratio=0.25, wall=0.3)
+    expected["cases"]["b"].update(found)
     assert json.loads(file.read_text()) == expected
-    for text, figure in ((full.read_text(), "  | b | 0.25 | 0.30 |"), (page.read_text(), "  B 0.25.")):
+    line = "  B 0.25 (0.80) (AVX2; below 1 is faster; in brackets eager PyTorch with `cpu_memory`)."
+    for text, figure in ((full.read_text(), "  | b | 0.80 | 0.25 | 0.30 |"), (page.read_text(), line)):
         assert f"\n{figure}\n" in text and "old" not in text
         assert text.startswith("before\n  <!--") and text.endswith("-->\nafter\n")
 

@@ -13,6 +13,7 @@ from ort_zero.checkpoint.loads import loading
 from ort_zero.checkpoint.saves import saving
 from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.compat import third_party
+from ort_zero.cpu_memory import measures
 from ort_zero.errors import CheckpointError, ConfigError
 from ort_zero.plugin import engine_patch
 from ort_zero.utils.patching import PatchSet
@@ -50,6 +51,7 @@ def engine(monkeypatch):
     patches.apply()
     yield object.__new__(module.DeepSpeedEngine)
     patches.restore()
+    measures.begin(False)  # what a constructor that failed has patched
 
 
 @pytest.fixture

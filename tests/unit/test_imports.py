@@ -103,6 +103,8 @@ ALLOWED: dict[str, set[str]] = {
                               "masking", "utils"},
     "checkpoint": {"checkpoint.aggregation", "checkpoint.conversions", "checkpoint.inspection", "checkpoint.loads",
                    "checkpoint.saves", "utils"},
+    # what saves memory on CPUs, whoever runs the model
+    "cpu_memory": {"backends.registry", "compat", "errors", "log", "utils"},
     # models in ONNX Runtime: what a backend offers, and what is in place
     "backends.interface": {"config"},
     "backends.registry": {"compat", "utils"},
@@ -119,9 +121,9 @@ ALLOWED: dict[str, set[str]] = {
     "backends": {"backends.interface", "compile", "ortmodule.backend"},
     # what connects all this to DeepSpeed and to users
     "plugin": {"backends", "backends.registry", "checkpoint.loads", "checkpoint.finding",
-               "checkpoint.saves", "checkpoint.zero_to_fp32", "compat", "config", "distributed", "env", "errors", "log",
-               "metrics", "profiling", "statistics.collect", "units", "utils", "zero3_hooks"},
-    "doctor": {"__init__", "backends", "compat", "env", "masking", "utils"},
+               "checkpoint.saves", "checkpoint.zero_to_fp32", "compat", "config", "cpu_memory", "distributed", "env",
+               "errors", "log", "metrics", "profiling", "statistics.collect", "units", "utils", "zero3_hooks"},
+    "doctor": {"__init__", "backends", "compat", "cpu_memory", "env", "masking", "utils"},
     "doctor_ranks": {"__init__", "backends", "compat", "distributed"},
     "__init__": {"plugin", "utils"},
     "hooks": {"statistics.collect", "statistics.compare", "utils"},
@@ -239,8 +241,8 @@ def own_names(tree: ast.AST) -> Iterator[str]:
 
 
 def in_compat(path: Path) -> bool:
-    """Return whether a file is in `compat/`, or in `ortmodule/upstream/`."""
-    return not {"compat", "upstream"}.isdisjoint(parts_of(path)[:2])
+    """Return whether a file is in `compat/`, `ortmodule/upstream/`, or `cpu_memory/`, which replaces functions."""
+    return not {"compat", "upstream", "cpu_memory"}.isdisjoint(parts_of(path)[:2])
 
 
 @functools.cache

@@ -19,7 +19,7 @@ def patched() -> list[str]:
     import torch.distributed as dist
 
     from ort_zero.backends import registry
-    from ort_zero.compat import gloo_collectives
+    from ort_zero.cpu_memory import collectives
 
     deepspeed.init_distributed("gloo", verbose=False)
     called: list[str] = []
@@ -36,7 +36,7 @@ def patched() -> list[str]:
         setattr(dist, name, noted(name, getattr(dist, name)))
     for name in ("all_gather_function", "reduce_scatter_function"):
         setattr(backend, name, noted(name, getattr(backend, name)))
-    registry.apply("collectives without copies", gloo_collectives.patches)
+    registry.apply("collectives in place", collectives.patches)
     return called
 
 
@@ -100,9 +100,9 @@ def trained(stage: int, exchanging: bool, accumulated: int) -> tuple[list[torch.
     """Train two steps under ZeRO; return the weights, and which of the patched collectives ran in the second."""
     import deepspeed
 
-    from ort_zero.compat import gloo_collectives
+    from ort_zero.cpu_memory import collectives
 
-    gloo_collectives._PIECE = 100
+    collectives._PIECE = 100
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(33, 65), torch.nn.Tanh(), torch.nn.Linear(65, 7))
     config = {
@@ -151,7 +151,7 @@ def unequal(kind: str) -> str:
     import deepspeed
     import torch.distributed as dist
 
-    from ort_zero.compat import gloo_collectives
+    from ort_zero.cpu_memory import collectives
     from ort_zero.errors import RankError
 
     rank = int(os.environ["RANK"])
@@ -169,7 +169,7 @@ def unequal(kind: str) -> str:
             deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         else:
             deepspeed.init_distributed("gloo", verbose=False)
-            gloo_collectives._exchange([torch.ones(3 + rank), torch.ones(5)], (0, 1), dist.group.WORLD)
+            collectives._exchange([torch.ones(3 + rank), torch.ones(5)], (0, 1), dist.group.WORLD)
     except RankError as error:
         return str(error)
     return "no error"

@@ -214,11 +214,11 @@ def train_all(ranks: int) -> dict[str, tuple[dict[str, Any], ...]]:
     import deepspeed
 
     import ort_zero
-    from ort_zero.compat import gloo_collectives, torch_adam
+    from ort_zero.cpu_memory import adam, collectives
 
     ort_zero.enable()
     deepspeed.init_distributed("gloo", verbose=False)
-    gloo_collectives._PIECE, torch_adam._PIECE = 100, 50
+    collectives._PIECE, adam._PIECE = 100, 50
     sections: list[Any] = [None, None, {"exclude": ["*"]}, {"compile": {"place": "ort"}}]
     trainings = []
     for section in sections[: 4 if ranks == 2 else 3]:

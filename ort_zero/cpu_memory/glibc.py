@@ -17,6 +17,18 @@ LARGEST_KEPT = _MAPPED - (1 << 16)
 """Bytes of the largest tensor that leaves room for malloc's own words below that size."""
 _CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 """Variables by which a user chooses."""
+kept: list[str] = []
+"""Has an element, the name of this measure, once glibc keeps freed memory."""
+
+
+def hindrance() -> str | None:
+    """Return why freed memory cannot be kept: a variable of the user's, another C library; None if it can."""
+    chosen = [name for name in _CHOICES if name in os.environ]
+    if chosen:
+        return f"{chosen[0]} is set"
+    if not (sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")):
+        return "the C library is not glibc"
+    return None
 
 
 def keep_freed_memory() -> None:
@@ -24,9 +36,9 @@ def keep_freed_memory() -> None:
 
     Nothing changes where a variable of glibc chooses already, or where the C library is another one.
     """
-    if not sys.platform.startswith("linux") or any(name in os.environ for name in _CHOICES):
+    if hindrance() is not None:
         return
     library = ctypes.CDLL(None)
     # the second call alone would end glibc's own choice of the other threshold, at 128 KiB
-    if hasattr(library, "gnu_get_libc_version") and library.mallopt(_MMAP_THRESHOLD, _MAPPED):
-        library.mallopt(_TRIM_THRESHOLD, _KEPT)
+    if library.mallopt(_MMAP_THRESHOLD, _MAPPED) and library.mallopt(_TRIM_THRESHOLD, _KEPT):
+        kept[:] = ["freed memory is kept"]

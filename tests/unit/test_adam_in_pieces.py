@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ort_zero.compat import torch_adam
 from ort_zero.compat.optimizer_states import states_after_a_step
+from ort_zero.cpu_memory import adam
 from ort_zero.utils.patching import PatchSet
 
 SIZES = (3, 65536, 200_001)
@@ -27,7 +27,7 @@ def optimizer_of(kind: type[torch.optim.Optimizer], **options: Any) -> torch.opt
 @contextmanager
 def in_pieces() -> Iterator[None]:
     """Have Adam update in pieces within the block."""
-    patches = PatchSet("Adam", torch_adam.patches())
+    patches = PatchSet("Adam", adam.patches())
     patches.apply()
     try:
         yield

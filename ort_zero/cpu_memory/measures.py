@@ -1,0 +1,90 @@
+"""Switch the measures for the memory of training on CPUs on for engines whose section wants them, and off for others.
+
+Patches are in effect for all engines of a process. The construction of an engine decides, which all ranks reach
+together: what two ranks exchange must be exchanged by both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ort_zero.backends import registry
+from ort_zero.cpu_memory import glibc
+from ort_zero.errors import PatchError
+
+_ADAM, _COLLECTIVES = "Adam in pieces", "collectives in place"
+_BUCKETS = "buckets of at most 32 MiB"
+_MARK = "ort_zero_cpu_memory"
+_engines = {"with measures": 0, "with bounded buckets": 0}
+"""Numbers of engines that have not been destroyed. A collection of garbage does not count: it has no order of ranks."""
+
+
+def begin(wanted: bool) -> None:
+    """Patch torch's Adam before an engine is made; restore all patches if neither it nor another engine wants them.
+
+    Args:
+        wanted: whether the section of the engine wants the measures.
+    """
+    if wanted:
+        from ort_zero.cpu_memory import adam
+
+        registry.apply(_ADAM, adam.patches)
+    elif not _engines["with measures"]:
+        try:
+            registry.restore(_ADAM, _COLLECTIVES)
+        except PatchError as error:
+            from ort_zero.log import get_logger
+
+            get_logger().warning('what "cpu_memory" has patched stays patched: %s', error)
+
+
+def connect(engine: Any, wanted: bool) -> None:
+    """Have a new engine's process keep freed memory, and under ZeRO bound its buckets and patch the collectives.
+
+    All ranks must call.
+
+    Args:
+        engine: the DeepSpeed engine.
+        wanted: whether its section wants the measures.
+
+    Raises:
+        RankError: on all ranks, if the sections of the ranks differ.
+    """
+    from ort_zero.compat.torch_distributed import require_equal
+    from ort_zero.cpu_memory import buckets, collectives
+
+    uses_zero = int(engine.zero_optimization_stage()) > 0
+    if uses_zero:
+        group = engine.seq_data_parallel_group
+        require_equal("training with ort_zero", {'"cpu_memory" in the section': wanted}, group, always=True)
+    if not wanted:
+        return
+    glibc.keep_freed_memory()
+    bounded = buckets.bound_buckets(engine)  # whatever glibc does here: a bucket has one size on all ranks
+    if uses_zero:
+        registry.apply(_COLLECTIVES, collectives.patches)
+    engine.__dict__[_MARK] = bounded
+    _engines["with measures"] += 1
+    _engines["with bounded buckets"] += bounded
+
+
+def end(engine: Any) -> None:
+    """Note that an engine is destroyed; the next one that is made without the measures restores the patches."""
+    bounded = engine.__dict__.pop(_MARK, None)
+    if bounded is not None:
+        _engines["with measures"] -= 1
+        _engines["with bounded buckets"] -= bounded
+
+
+def offered() -> str:
+    """Return in words which measures a section has on this machine."""
+    hindrance = glibc.hindrance()
+    freed = "freed memory is kept" if hindrance is None else f"freed memory is not kept, since {hindrance}"
+    return f'on with a section, unless it has "cpu_memory": false: {_COLLECTIVES}, {_ADAM}, {_BUCKETS}, {freed}'
+
+
+def in_effect() -> list[str]:
+    """Return the names of the measures that are in effect in this process."""
+    names = [name for name in (_COLLECTIVES, _ADAM) if name in registry.patch_sets]
+    names += [_BUCKETS] if _engines["with bounded buckets"] else []
+    return [*names, *glibc.kept]
