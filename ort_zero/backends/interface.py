@@ -16,7 +16,7 @@ class RunningModel(Protocol):
     fallback_reason: str | None
     """The reason why PyTorch runs the model; None while ONNX Runtime does."""
     announce: Any
-    """Called once with this object, when the first training graph has run or PyTorch has taken over; None: nothing."""
+    """Called with this object after its first step, and once it is settled later where all runs; None: nothing."""
     graph_recorder: Any
     """Called with each new graph while a script is profiled; returns a function to call after each of its runs."""
 

@@ -1,4 +1,4 @@
-"""Run ``ort-zero explain``: one step of a script, and what would run in ONNX Runtime and what in PyTorch, and why."""
+"""Run ``ort-zero explain``: a script until it is settled what runs in ONNX Runtime and what in PyTorch, and why."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from ort_zero.cli.script_options import add_launcher, script_progress
 from ort_zero.errors import OrtZeroError
 from ort_zero.utils.script_process import ScriptFailure
 
-_EPILOG = """The script is started unchanged and ended after its first step. Exit status: 0 = explained; 2 = not
-explained, with an error."""
+_EPILOG = """The script is started unchanged, and ended when it is settled where each part runs: after some tens of
+steps the first time, fewer once that is kept in the cache folder. Exit status: 0 = explained; 2 = not explained, with
+an error."""
 _SETTINGS = (
     'all that ONNX Runtime can run, whatever is faster: set "{engine}": {{"place": "ort"}} in the section',
     'a module that PyTorch should run whole: set "exclude": ["PATTERN"], such as ["*.head"]',
@@ -26,7 +27,7 @@ class ExplainedScriptError(ScriptFailure, OrtZeroError):
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
-    text = "run one step of a script, and show what runs in ONNX Runtime, what in PyTorch, and why"
+    text = "run a script for some steps, and show what runs in ONNX Runtime, what in PyTorch, and why"
     usage = "ort-zero explain SCRIPT [options] [-- ARGUMENT ...]"
     parser = subparsers.add_parser("explain", help=text, description=text, epilog=_EPILOG, usage=usage)
     parser.add_argument("script", metavar="SCRIPT", help="training script, unchanged")
@@ -36,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one step of the script, print which runtime runs what, and return the exit status."""
+    """Run the script until it is settled what runs where, print which runtime runs what, and return the exit status."""
     from ort_zero import env
     from ort_zero.utils import script_process
 
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     launcher = script_process.split_launcher(args.launcher) if args.launcher is not None else ()
     script_process.require_script(script, launcher)
 
-    with script_progress("explaining", "step", args):
+    with script_progress("explaining", "script", args):
         done = script_process.run_first_step(
             script_process.command_line(script, args.arguments, launcher), env.EXPLAIN, {}
         )
@@ -64,9 +65,14 @@ def run(args: argparse.Namespace) -> int:
 def lines_of(report: dict[str, Any]) -> list[str]:
     """Return an explanation as lines of text."""
     share = report["flop_share"]
-    lines = [report["model"] + ("" if share is None else f": {100 * share:.0f} % of operations in ONNX Runtime")]
+    operations = "" if share is None else f"{100 * share:.0f} % of operations in ONNX Runtime, "
+    state = "settled" if report["settled"] else "not settled when the script ended,"
+    lines = [f"{report['model']}: {operations}{state} after {report['steps']} steps"]
     for name, unit in report["units"].items():
         lines.append(f"{name} ({report['modules'].get(name, 0)} modules)")
+        if name in report["units_in_torch"]:
+            lines.append(f"  PyTorch runs it whole: {report['units_in_torch'][name]}")
+            continue
         for graph in unit["graphs"]:
             segments = graph["segments"]
             in_ort = [segment for segment in segments if segment["runner"] == "onnxruntime"]

@@ -54,7 +54,7 @@ class CompileEngine:
     def end_first_step(self, status: Callable[[], dict[str, Any]]) -> bool:
         """Write what a command asks, choose what forwards keep, and warn if ONNX Runtime runs little of the model."""
         memory = self.record.memory
-        explain.end_if_asked(self.record, status, lambda budgets: [memory.plan(budget) for budget in budgets])
+        explain.plan_if_asked(lambda budgets: [memory.plan(budget) for budget in budgets])
         chosen = self.record.memory.is_open and self.record.memory.choose()
         share = self.record.flop_share()
         if share is not None and share < _MIN_SHARE and self._settings.place == "ort":
@@ -65,16 +65,20 @@ class CompileEngine:
             )
         return chosen
 
+    def is_settled(self, units_are_settled: bool) -> bool:
+        """Return True once each segment, and each unit that is timed, has the runtime that runs it from now on."""
+        times_units = self._settings.place == "measured" and self.record.memory.recompute == "off"
+        return self.record.is_placed and (units_are_settled or not times_units)
+
     def status(self, units_are_settled: bool) -> dict[str, Any]:
         """Return the engine's own keys of the model's entry in ``ort_zero.status()``."""
         compiled = self.record.as_dict()
         in_ort = compiled["segments"] - compiled["segments_in_torch"]
-        times_units = self._settings.place == "measured" and self.record.memory.recompute == "off"
         return {
             "backend": "onnxruntime" if in_ort else "torch" if self.record.graphs else "not called yet",
             "sessions": sessions.count(),
             "in_torch": compiled.pop("reasons"),
-            "compiled": {**compiled, "settled": self.record.is_placed and (units_are_settled or not times_units)},
+            "compiled": {**compiled, "settled": self.is_settled(units_are_settled)},
             "memory": [self.record.memory.as_dict()],
         }
 

@@ -90,23 +90,28 @@ class ModelRecord(UnitsRecord[GraphRecord]):
 
     def goes_to_torch(self, unit: str) -> bool:
         """Return True if PyTorch runs all units of a class from now on; once True, the answer stays True."""
-        if self.prefers_torch(unit):
-            self.units_in_torch.add(unit)
+        reason = self.why_in_torch(unit)
+        if reason is not None:
+            self.leave_to_torch(unit, reason)
         return unit in self.units_in_torch
 
-    def prefers_torch(self, unit: str) -> bool:
-        """Return True if the graphs of a class of units are placed, and ONNX Runtime does or saves too little."""
+    def why_in_torch(self, unit: str) -> str | None:
+        """Return why ONNX Runtime does or saves too little of a class of units; None if not, or not placed yet."""
         graphs = self._graphs_of(unit)
         segments = [segment for graph in graphs for segment in graph.segments]
         if self.placed_segments(unit) is None:
-            return False
+            return None
         total = sum(graph.torch_flops for graph in graphs) + sum(segment.flops for segment in segments)
         calls = sum(graph.direction != "backward" for graph in graphs)
         in_ort = [segment.trial for segment in segments if segment.in_ort]
         gains = [trial.gain for trial in in_ort if trial.gain is not None]
-        if len(gains) == len(in_ort) and sum(gains) < _MIN_GAIN * calls:
-            return True
-        return sum(segment.flops for segment in segments if segment.in_ort) <= _MIN_SHARE * total
+        cost = _MIN_GAIN * calls
+        if len(gains) == len(in_ort) and sum(gains) < cost:
+            return f"ONNX Runtime saves {1e3 * sum(gains):.2f} ms, less than the {1e3 * cost:.2f} ms of compiled code"
+        in_ort_flops = sum(segment.flops for segment in segments if segment.in_ort)
+        if in_ort_flops <= _MIN_SHARE * total:
+            return f"it is faster for {100 * (1 - in_ort_flops / max(1, total)):.0f} % of the operations"
+        return None
 
     def placed_segments(self, unit: str) -> list[str] | None:
         """Return the keys of the placed segments of a class of units; None if its units may not go back to PyTorch.
@@ -156,7 +161,7 @@ class ModelRecord(UnitsRecord[GraphRecord]):
             "flop_share": self.flop_share(),
             "in_torch": dict(sum((graph.in_torch for graph in self.graphs), Counter())),
             "reasons": {name: why for graph in self.graphs for name, why in graph.reasons.items()},
-            "units_in_torch": sorted(self.units_in_torch),
+            "units_in_torch": dict(self.units_in_torch),
             "units_at_limit": [each.unit for each in self.recompilations if each.at_limit],
             "recompilations": [reason for g in self.graphs if (reason := g.recompile_reason)],
             "failed": {s.trial.key: s.trial.reason for s in segments if s.trial.failed},

@@ -12,7 +12,6 @@ from ort_zero.ortmodule.function import OrtGraphFunction
 from ort_zero.ortmodule.graph_compiler import OrtGraphCompiler, Settings
 from ort_zero.ortmodule.memory import Recomputation
 from ort_zero.ortmodule.records import OrtRecord
-from ort_zero.units import explain
 from ort_zero.utils.sizes import binary_size
 
 
@@ -48,13 +47,16 @@ class OrtEngine:
         """Return True if PyTorch runs all graphs of a unit's class: the unit then runs without Dynamo's guards."""
         graphs = self.record.of_unit(unit_class)
         if graphs and all(graph.reason is not None for graph in graphs):
-            self.record.units_in_torch.add(unit_class)
+            self.record.leave_to_torch(unit_class, str(graphs[0].reason))
         return unit_class in self.record.units_in_torch
 
     def end_first_step(self, status: Callable[[], dict[str, Any]]) -> bool:
-        """Write the report that a command such as ``ort-zero explain`` asked for; never compile the units again."""
-        explain.end_if_asked(self.record, status)
+        """Return False: the units are not compiled again."""
         return False
+
+    def is_settled(self, units_are_settled: bool) -> bool:
+        """Return True once it is decided which units stay."""
+        return units_are_settled or not self.times_units
 
     def status(self, units_are_settled: bool) -> dict[str, Any]:
         """Return the engine's own keys of the model's entry in ``ort_zero.status()``."""
@@ -64,7 +66,7 @@ class OrtEngine:
             "backend": "onnxruntime" if in_ort else "torch" if record["graphs"] else "not called yet",
             "sessions": sum(len(graph.sessions()) for graph in self.record.graphs),
             "in_torch": {f"{g.unit}, graph {g.number}": g.reason for g in self.record.graphs if g.reason is not None},
-            "compiled": {**record, "settled": units_are_settled},
+            "compiled": {**record, "settled": self.is_settled(units_are_settled)},
             "memory": [asdict(each) for each in self._recomputations()],
         }
 

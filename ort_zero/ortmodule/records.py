@@ -86,7 +86,7 @@ class OrtRecord(UnitsRecord[OrtGraphRecord]):
             "build_seconds": sum(graph.build_seconds for graph in self.graphs),
             "check_seconds": sum(graph.check_seconds for graph in self.graphs),
             "flop_share": self.share(),
-            "units_in_torch": sorted(self.units_in_torch),
+            "units_in_torch": dict(self.units_in_torch),
             "units_at_limit": [each.unit for each in self.recompilations if each.at_limit],
             "recompilations": [reason for graph in self.graphs if (reason := graph.recompile_reason)],
         }

@@ -39,6 +39,7 @@ def table(
     versions: Mapping[str, str],
     plans: Sequence[tuple[str, str]] = (),
     *,
+    in_effect: Sequence[str] = (),
     in_engine: bool = True,
     width: int = 80,
     boxes: bool = False,
@@ -50,14 +51,16 @@ def table(
         section: section of the engine's config.
         versions: installed versions by distribution.
         plans: operators that the backward computes again, and the memory that this saves.
+        in_effect: the measures of ``"cpu_memory"`` that are in effect.
         in_engine: whether a DeepSpeed engine holds the model.
         width: width of the terminal in characters.
         boxes: draw lines with box characters rather than ASCII.
     """
-    in_torch = [("ONNX Runtime", "off", 'backend: "auto"'), *_parts(section, in_engine)]
+    parts = _parts(section, in_effect, in_engine)
+    in_torch = [("ONNX Runtime", "off", 'backend: "auto"'), *parts]
     rows: list[Row] = [
         ("feature", "state", 'to switch it, in "ort_zero"'),
-        *(in_torch if status is None else _compiled(status, section, in_engine)),
+        *(in_torch if status is None else _compiled(status, section, parts)),
         *((f"  {operators}", effect) for operators, effect in plans),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
@@ -81,7 +84,7 @@ def announce(section: config.Config, module: Any, runtime: Any | None, in_engine
     if env.rank() != 0 or not logger.isEnabledFor(logging.INFO):
         return
     if status is not None and _unsettled.pop(runtime, False):
-        logger.info("it is settled what runs where: of %s %s", status["module"], _share(status))
+        logger.info("it is settled what runs where, of %s: %s", status["module"], _share(status))
         return
     plans: Sequence[tuple[str, str]] = runtime.memory_summary() if runtime is not None else ()
     if status is None:
@@ -96,7 +99,16 @@ def announce(section: config.Config, module: Any, runtime: Any | None, in_engine
     if len(_printed) > 1:
         logger.info("%s%s", title, _in_short(status) if status is not None else "")
         return
-    text = table(status, section, _versions(), plans, width=_width(), in_engine=in_engine, boxes=_draws_boxes())
+    text = table(
+        status,
+        section,
+        _versions(),
+        plans,
+        in_effect=measures.in_effect(),
+        in_engine=in_engine,
+        width=_width(),
+        boxes=_draws_boxes(),
+    )
     logger.info("%s\n%s", title, text)
 
 
@@ -111,16 +123,16 @@ def _in_short(status: Mapping[str, Any]) -> str:
 def _share(status: Mapping[str, Any]) -> str:
     """Return in words which part of the operations ONNX Runtime runs, and which units PyTorch runs whole."""
     share, in_torch = status["compiled"]["flop_share"], status["compiled"]["units_in_torch"]
-    text = "" if share is None else f"ONNX Runtime runs {100 * share:.0f} % of the floating-point operations, "
-    return f"{text}PyTorch runs {', '.join(in_torch) or 'no unit'} whole"
+    text = "not counted" if share is None else f"ONNX Runtime runs {100 * share:.0f} % of the floating-point operations"
+    return text + (f"; PyTorch runs {', '.join(in_torch)} whole" if in_torch else "")
 
 
-def _parts(section: config.Config, in_engine: bool) -> list[Row]:
+def _parts(section: config.Config, in_effect: Sequence[str], in_engine: bool) -> list[Row]:
     """Return the rows of the parts that need no ONNX Runtime; only an engine saves checkpoints."""
     save, collects, memory = section.checkpoint, section.statistics.enabled, section.cpu_memory
-    in_effect = ", ".join(measures.in_effect()) if memory else ""
+    done = f": {', '.join(in_effect)}" if memory and in_effect else ""
     rows: list[Row] = [
-        ("memory of CPUs", _state(memory) + (f": {in_effect}" if in_effect else ""), _switch("cpu_memory", not memory)),
+        ("memory of CPUs", _state(memory) + done, _switch("cpu_memory", not memory)),
         ("sharded checkpoints", _state(save.sharded), _switch("checkpoint.sharded", not save.sharded)),
         ("asynchronous saving", _state(save.async_save), _switch("checkpoint.async_save", not save.async_save)),
         ("statistics", _state(collects), _switch("statistics.enabled", not collects)),
@@ -128,7 +140,7 @@ def _parts(section: config.Config, in_engine: bool) -> list[Row]:
     return [row for row in rows if in_engine or not row[2].startswith("checkpoint")]
 
 
-def _compiled(status: Mapping[str, Any], section: config.Config, in_engine: bool) -> list[Row]:
+def _compiled(status: Mapping[str, Any], section: config.Config, parts: list[Row]) -> list[Row]:
     """Return the rows of a model whose units ONNX Runtime runs."""
     record = status["compiled"]
     is_settled = record["settled"]
@@ -155,11 +167,11 @@ def _compiled(status: Mapping[str, Any], section: config.Config, in_engine: bool
         ("  run by", places, _other_place(status["engine"], section)),
         (
             "  share of operations",
-            _share(status) if is_settled else "not settled yet: the faster of both will run each part; a line says it",
+            _share(status) if is_settled else "not settled yet, a line will say it",
             _other_place(status["engine"], section),
         ),
         checks,
-        *_parts(section, in_engine),
+        *parts,
         ("run by PyTorch", _kept(status), "has no ONNX form here, or is faster there"),
         *((f"  {path or 'the model'}", why) for path, why in status["failures"].items()),
         *((f"  segment {key}", why) for key, why in record.get("failed", {}).items()),

@@ -1,7 +1,8 @@
-"""Write what a command asks of a script's first step, and end the script: what runs where and why, or memory plans."""
+"""Write what a command asks of a script, and end the script: what runs where and why, or memory plans."""
 
 from __future__ import annotations
 
+import atexit
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,12 @@ _WAYS_OUT = (
     ("ONNX Runtime has no", "use a dtype that the provider has kernels for, such as float32"),
     ("excluded", 'take the pattern of the module out of "exclude"'),
 )
+
+
+_MOST_STEPS = 400
+"""Steps after which a model is explained although it is not settled where everything runs."""
+_unwritten: list[dict[str, Any]] = []
+"""The newest report of a model that is not settled."""
 
 
 def explanation(record: UnitsRecord[Any], status: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,6 +54,7 @@ def explanation(record: UnitsRecord[Any], status: Mapping[str, Any]) -> dict[str
         "failures": status["failures"],
         "graph_breaks": [{"reason": reason, "where": where} for reason, where in torch_compile.graph_breaks()],
         "flop_share": status["compiled"]["flop_share"],
+        "units_in_torch": status["compiled"]["units_in_torch"],
     }
 
 
@@ -55,25 +63,48 @@ def way_out(reason: str) -> str:
     return next((way for part, way in _WAYS_OUT if part in reason), "")
 
 
-def end_if_asked(
-    record: UnitsRecord[Any],
-    status: Callable[[], dict[str, Any]],
-    plans: Callable[[Sequence[str]], Any] | None = None,
-) -> None:
-    """Write a report and end the script, if ``ort-zero explain`` or ``ort-zero memory plan`` has started it.
+def end_if_asked(record: UnitsRecord[Any], status: Callable[[], dict[str, Any]], is_settled: bool) -> None:
+    """Write the report of ``ort-zero explain``, if that has started the script, and end the script.
+
+    While it is not settled where all runs, the script goes on; the report is then written when it ends by itself.
 
     Args:
         record: the graphs of the model.
         status: returns the model's entry in ``ort_zero.status()["models"]``.
-        plans: returns what budgets would have units compute again; None where an engine has no such plans.
+        is_settled: whether it is decided where everything runs.
 
     Raises:
         SystemExit: after the report is written.
     """
-    request, make = env.explain_file(), lambda asked: explanation(record, status())
-    if request is None and plans is not None:
-        request, make = env.memory_trial_file(), lambda asked: plans(asked["budgets"])
+    request = env.explain_file()
+    if request is None:
+        return
+    if not _unwritten:
+        atexit.register(_write, request)
+    _unwritten[:] = [{**explanation(record, status()), "steps": record.steps, "settled": is_settled}]
+    if is_settled or record.steps >= _MOST_STEPS:
+        _write(request)
+        raise SystemExit(0)
+
+
+def plan_if_asked(plans: Callable[[Sequence[str]], Any]) -> None:
+    """Write the plans of ``ort-zero memory plan``, if that has started the script, and end the script.
+
+    Args:
+        plans: returns what budgets would have units compute again.
+
+    Raises:
+        SystemExit: after the plans are written.
+    """
+    request = env.memory_trial_file()
     if request is not None:
         asked = json.loads(request.read_text(encoding="utf-8"))
-        write_json(Path(f"{asked['report']}.{env.rank()}"), make(asked))
+        write_json(Path(f"{asked['report']}.{env.rank()}"), plans(asked["budgets"]))
         raise SystemExit(0)
+
+
+def _write(request: Path) -> None:
+    """Write the newest report, for a command that still waits for it."""
+    if request.exists():
+        path = json.loads(request.read_text(encoding="utf-8"))["report"]
+        write_json(Path(f"{path}.{env.rank()}"), _unwritten[0])

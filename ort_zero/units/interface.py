@@ -61,6 +61,9 @@ class Engine(Protocol):
     def end_first_step(self, status: Callable[[], dict[str, Any]]) -> bool:
         """Write what a command asks of the first step and its status; return True to have the units compiled again."""
 
+    def is_settled(self, units_are_settled: bool) -> bool:
+        """Return True once it is decided where everything runs; `units_are_settled` as for :meth:`status`."""
+
     def status(self, units_are_settled: bool) -> dict[str, Any]:
         """Return the keys of the model's entry that are the engine's own: ``backend``, ``in_torch`` and others.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from ort_zero import log
 from ort_zero.units.recompilations import Recompilations
 
 
@@ -48,10 +49,14 @@ class UnitsRecord(Generic[Graph]):
     """Number of graph runs by direction."""
     recompilations: list[Recompilations] = field(default_factory=list)
     """The reasons for new graphs, of each class of units."""
-    on_first_step: Callable[[], None] | None = None
-    """The function to call once the first step is over: at the next forward, or after the engine's step."""
-    units_in_torch: set[str] = field(default_factory=set)
-    """Class names of units that PyTorch runs whole, since ONNX Runtime saves too little time."""
+    on_step: Callable[[], bool] | None = None
+    """The function to call after each step, at the next forward or after the engine's step, until it returns True."""
+    steps: int = 0
+    """Number of forwards that a backward has followed, while graphs run."""
+    _has_backward: bool = False
+    """Whether a backward has run since the last step was counted."""
+    units_in_torch: dict[str, str] = field(default_factory=dict)
+    """Class names of units that PyTorch runs whole, since ONNX Runtime saves too little time, and why."""
     are_stale: bool = False
     """Whether the units are to be compiled again: the next graph replaces all that are here."""
 
@@ -66,14 +71,27 @@ class UnitsRecord(Generic[Graph]):
     def note_run(self, direction: str) -> None:
         """Count a run of a graph."""
         self.runs[direction] += 1
+        self._has_backward |= direction == "backward"
         if direction == "forward":
-            self.end_first_step()
+            self.end_step()
 
-    def end_first_step(self) -> None:
-        """Call :attr:`on_first_step`, once, if a backward has run."""
-        if self.on_first_step is not None and self.runs["backward"]:
-            call, self.on_first_step = self.on_first_step, None
-            call()
+    def end_step(self) -> None:
+        """Count a step and call :attr:`on_step`, if a backward has run since the last call."""
+        if self._has_backward:
+            self._has_backward = False
+            self.steps += 1
+            self.call_on_step()
+
+    def call_on_step(self) -> None:
+        """Call :attr:`on_step`, unless no step has been made or the function has returned True."""
+        if self.steps and self.on_step is not None and self.on_step():
+            self.on_step = None
+
+    def leave_to_torch(self, unit: str, reason: str) -> None:
+        """Note and say, once, that PyTorch runs all units of a class from now on."""
+        if unit not in self.units_in_torch:
+            self.units_in_torch[unit] = reason
+            log.get_logger().info("PyTorch runs %s from now on: %s", unit, reason)
 
     def transitions(self) -> list[dict[str, str]]:
         """Return each graph that was made since no earlier one fitted, with the change that Dynamo names."""

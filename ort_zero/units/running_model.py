@@ -15,6 +15,7 @@ from ort_zero.compat.torch_modules import modules_of, named_modules_of
 from ort_zero.errors import ExportError
 from ort_zero.statistics.collect import subscribed_model
 from ort_zero.statistics.collect.graph_capture import mark_places
+from ort_zero.units import explain
 from ort_zero.units.agreement import Runner, agreement
 from ort_zero.units.caches import leave_out_caches
 from ort_zero.units.class_forward import ClassForward
@@ -47,8 +48,9 @@ class UnitsModel:
         self.announce: Any = None
         self.graph_recorder: Any = None
         self.stage = stage
-        announce = weakref.WeakMethod(self._announce_model)  # Dynamo's graphs hold the record, and may outlive this
-        engine.record.on_first_step = lambda: (call := announce()) and call()
+        self._is_announced = False
+        after_step = weakref.WeakMethod(self._after_step)  # Dynamo's graphs hold the record, and may outlive this
+        engine.record.on_step = lambda: (call := after_step()) is None or call()
         self.failures: dict[str, str] = {}
         self.raises = raises
         self.units = [_UnitOfModel(unit) for unit in units]
@@ -118,16 +120,20 @@ class UnitsModel:
                 replace_forward(module, _ByEngine(self, unit))
 
     def after_step(self) -> None:
-        """Announce the model after the engine's first step."""
-        self.engine.record.end_first_step()
+        """Note that the engine has made a step."""
+        self.engine.record.end_step()
 
-    def _announce_model(self) -> None:
-        must_compile_again = self.engine.end_first_step(self.status)
-        announce, self.announce = self.announce, None
-        if announce is not None:
-            announce(self)
+    def _after_step(self) -> bool:
+        """Announce the model after the first step, and once it is settled where all runs; return whether it is."""
+        is_first, self._is_announced = not self._is_announced, True
+        must_compile_again = is_first and self.engine.end_first_step(self.status)
+        is_settled = not must_compile_again and self.engine.is_settled(self._are_settled())
+        explain.end_if_asked(self.engine.record, self.status, is_settled)
+        if self.announce is not None and (is_first or is_settled):
+            self.announce(self)
         if must_compile_again:
             self.compile_again()
+        return is_settled
 
     def status(self) -> dict[str, Any]:
         """Return the model's entry in ``ort_zero.status()["models"]``, as plain values."""
@@ -232,6 +238,9 @@ class _ByEngine(Replacement):
     def goes_to_torch(self, unit: nn.Module) -> bool:
         return self._model.engine.goes_to_torch(unit, self._unit.unit_class)
 
+    def gone_to_torch(self) -> None:
+        self._model.engine.record.call_on_step()  # it may be the last unit, and then no graph's run ends the step
+
     def trial_of(self, unit: nn.Module, inputs: Any) -> UnitTrial | None:
         model = self._model
         graphs = model.engine.timed_keys(unit, self._unit.unit_class)
@@ -244,7 +253,11 @@ class _ByEngine(Replacement):
         if trial.runner is Runner.TORCH:
             self._unit.is_slower = True
             if all(each.is_slower for each in model.units if each.unit_class == self._unit.unit_class):
-                model.engine.record.units_in_torch.add(self._unit.unit_class)
+                model.engine.record.leave_to_torch(self._unit.unit_class, trial.reason)
+            elif not trial.is_told:
+                what = f"{self._unit.unit_class} {self._unit.path} and its equals"
+                log.get_logger().info("PyTorch runs %s from now on: %s", what, trial.reason)
+            trial.is_told = True
         return trial
 
 

@@ -47,6 +47,9 @@ class Replacement(abc.ABC):
         """Return True if PyTorch runs the unit from now on."""
         return False
 
+    def gone_to_torch(self) -> None:  # noqa: B027
+        """Note that PyTorch runs a unit from now on."""
+
     def trial_of(self, unit: nn.Module, inputs: Any) -> UnitTrial | None:
         """Return the trial of a call with the unit and its arguments; None for a call that is not to be timed."""
         return None
@@ -113,6 +116,7 @@ class UnitForward:
         if (self.is_timed or self.calls in _ASKED) and not in_backward():
             trial = self._trial((args, kwargs))
             if self.compiled is None:
+                self.replacement.gone_to_torch()
                 return self._run_plainly(self.unit, args, kwargs)
         call, node = None, self.replacement.graph_node
         if self.calls <= _WATCHED and node is not None and torch.is_grad_enabled() and saves_plainly():

@@ -180,8 +180,9 @@ VERSIONS = {"ort_zero": "0.1.0", "torch": "2.13.0+cpu", "deepspeed": "0.19.8", "
 PLANS = (("FastGelu+ 8 of 8", "-64 MiB"), ("Dropout+ 2 of 8", "-3 MiB"))
 
 
-def status(**changes):
+def status(settled=True, **changes):
     compiled = {
+        "settled": settled, "units_in_torch": {} if settled else {"Block": "it is slower"},
         "graphs": 6, "dynamo_graphs": 3, "segments": 40, "segments_in_torch": 4, "flop_share": 0.914,
         "recompilations": ["size 0 of x is 3, was 4"], "failed": {"segment_1f": "result 0 is wrong by 3e-01"},
     }  # fmt: skip
@@ -265,6 +266,29 @@ def test_later_models_of_a_process_have_one_line(monkeypatch):
     summary.announce(config.Config(), None, Runtime())
     (line,) = again.getvalue().splitlines()
     assert len(first.splitlines()) > 10 and "GPT2LMHeadModel runs in ONNX Runtime: " in line and " units" in line
+
+
+def test_a_share_is_shown_once_it_is_settled(monkeypatch):
+    runtime, stream = Runtime(), Terminal(False)
+    monkeypatch.setattr(runtime, "status", lambda: status(settled=False), raising=False)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(summary, "_printed", [])
+    log.set_level("INFO")
+    for settled, words in ((False, "not settled yet"), (True, "settled what runs where, of GPT2LMHeadModel: ONNX")):
+        stream.truncate(0)
+        settled_status = {**status()["compiled"], "units_in_torch": {"Block": "it is slower"}}
+        if settled:
+            monkeypatch.setattr(runtime, "status", lambda: status(compiled=settled_status))
+        summary.announce(config.Config(), None, runtime)
+        text = stream.getvalue()
+        assert words in text and ("91 %" in text) is settled and ("; PyTorch runs Block whole" in text) is settled
+    assert len(text.splitlines()) == 1
+
+
+def test_a_model_without_an_engine_has_no_rows_of_checkpoints():
+    text = summary.table(status(), config.Config(), VERSIONS, in_engine=False)
+    assert "checkpoints" not in text and "asynchronous" not in text and "statistics" in text
 
 
 def test_box_characters_are_for_terminals_only(monkeypatch):

@@ -45,12 +45,17 @@ for step in range(40):
 """
 
 
-def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """Run a command of ort_zero on the script."""
-    (folder / "script.py").write_text(SCRIPT)
+MEASURED = SCRIPT.replace(', compile={"place": "ort"}', "")
+"""The parts of this one's model run where they are faster: all of so small a model goes back to PyTorch."""
+
+
+def command(folder: Path, *arguments: str, script: str = SCRIPT) -> subprocess.CompletedProcess:
+    """Run a command of ort_zero on the script; without arguments run the script itself."""
+    (folder / "script.py").write_text(script)
     environment = {**os.environ, "ORT_ZERO_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    words = ["-m", "ort_zero", *arguments] if arguments else ["script.py"]
     return subprocess.run(
-        [sys.executable, "-m", "ort_zero", *arguments],
+        [sys.executable, *words],
         capture_output=True, text=True, timeout=300, cwd=folder, env=environment,
     )  # fmt: skip
 
@@ -65,6 +70,33 @@ def test_explain_names_breaks_operators_and_shares(tmp_path: Path):
     assert unit["in_torch"]["aten.linalg_matrix_exp.default"]["why"] == "no conversion"
     (broken,) = [each for each in report["graph_breaks"] if "item" in each["reason"]]
     assert broken["where"].endswith("script.py:13")
+
+
+def test_explain_runs_until_it_is_settled_what_runs_where(tmp_path: Path):
+    reports = []
+    for _ in range(2):
+        done = command(tmp_path, "explain", "script.py", "--json", script=MEASURED)
+        assert done.returncode == 0, done.stderr
+        reports.append(json.loads(done.stdout))
+    for report in reports:
+        assert report["settled"] and report["units_in_torch"]["Net"] and report["flop_share"] == 0
+    assert 40 > reports[0]["steps"] >= reports[1]["steps"], "decisions are kept for the next start"
+    done = command(tmp_path, "explain", "script.py", script=MEASURED.replace("range(40)", "range(4)"))
+    assert done.returncode == 0 and "not settled when the script ended, after 3 steps" in done.stdout
+
+
+def test_a_unit_that_goes_back_to_pytorch_has_a_line_and_the_share_comes_when_it_is_settled(tmp_path: Path):
+    done = command(tmp_path, script=MEASURED)
+    assert done.returncode == 0, done.stderr
+    table, back, settled = (
+        done.stderr.index(words)
+        for words in (
+            "not settled yet",
+            "PyTorch runs Net from now on: ONNX Runtime saves ",
+            "settled what runs where, of Net: ONNX Runtime runs 0 % of the floating-point operations; PyTorch runs Net",
+        )
+    )
+    assert table < back < settled and done.stderr.count("% of the floating-point operations") == 1
 
 
 def test_explain_ends_in_what_a_user_can_set(tmp_path: Path):

@@ -355,16 +355,16 @@ def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains,
     trial = Trial("loss", "sampled", "measured", runner=Runner.TORCH)
     for unit in ("Block", "Linear"):
         record.graphs.append(GraphRecord("loss", unit, None, [SegmentRecord(trial, 2, 10**12)], Counter(), {}, 0))
-    assert record.prefers_torch("Block") is prefers
-    assert not record.prefers_torch("Another") and not record.prefers_torch("Linear")  # the loss stays in chunks
+    assert (record.why_in_torch("Block") is not None) is prefers
+    assert record.why_in_torch("Another") is record.why_in_torch("Linear") is None  # the loss stays in chunks
     before = record.as_dict()
     assert record.goes_to_torch("Block") is prefers
     after = record.as_dict()
-    assert (before["units_in_torch"], after["units_in_torch"]) == ([], ["Block"] if prefers else [])
+    assert (before["units_in_torch"], list(after["units_in_torch"])) == ({}, ["Block"] if prefers else [])
     assert before["segments_in_torch"] == 2 and before["flop_share"] == pytest.approx(2e9 / 2.002e12)
     assert (after["segments_in_torch"], after["flop_share"]) == ((4, 0) if prefers else (2, before["flop_share"]))
     record.memory = MemoryBudget("all")
-    assert not record.prefers_torch("Block"), "PyTorch's own forward keeps all for its backward"
+    assert record.why_in_torch("Block") is None, "PyTorch's own forward keeps all for its backward"
     record.are_stale = True
     record.add(record.graphs[0])
     assert record.as_dict()["flop_share"] == 1, "the units are compiled again"
