@@ -194,6 +194,16 @@ def print_proof(forwards: int, config: Mapping[str, Any]) -> bool:
     return proved and status["fallbacks"] == 0
 
 
+def share_in_onnxruntime() -> float | None:
+    """Return the share of the newest model's floating-point operations that ONNX Runtime runs; None without any."""
+    try:
+        import ort_zero
+    except ImportError:
+        return None
+    models = ort_zero.status()["models"]
+    return models[-1]["compiled"]["flop_share"] if models else None
+
+
 def _compiled(model: Mapping[str, Any]) -> str:
     """Return a line about a model of the compile backend: units, graphs, segments, and what ONNX Runtime runs of it."""
     compiled, runs = model["compiled"], model["graph_runs"]

@@ -29,6 +29,7 @@ from lm_common import (
     mean_over_ranks,
     print_proof,
     rank_and_world,
+    share_in_onnxruntime,
 )
 from torch.optim.lr_scheduler import LinearLR
 
@@ -68,19 +69,33 @@ def train(
     return losses, seconds
 
 
-def comparison(ours: tuple[list[float], list[float]], torchs: tuple[list[float], list[float]]) -> str:
-    """Return a line that says how the losses of the first steps compare, and the times of the last steps of each.
+Training = tuple[list[float], list[float]]
+"""Losses and seconds of steps, as :func:`train` returns them."""
 
-    In ONNX Runtime the last steps run where everything was measured to be fastest, the first ones to measure that.
+
+def comparison(ours: Training, eager: Training, memory: Training | None = None, *, share: float | None) -> str:
+    """Return a line with ONNX Runtime's share and the ratios of the times, and one that compares the losses.
+
+    In ONNX Runtime the last steps count: the first ones measure where everything is fastest.
+
+    Args:
+        ours: the training as the config has it.
+        eager: the first steps of it in PyTorch, without ort_zero.
+        memory: the same with ort_zero's measures for the memory of CPUs alone, if the config has the section.
+        share: ONNX Runtime's share of the floating-point operations at the end.
     """
-    steps = len(torchs[0])
-    apart = max(abs(a - b) for a, b in zip(ours[0], torchs[0]))
+    steps = len(eager[0])
+    apart = max(abs(a - b) for a, b in zip(ours[0], eager[0]))
     last = max(1, steps - WARM_UP)
-    times = [statistics.median(seconds[-last:]) for _, seconds in (ours, torchs)]
-    return (
-        f"PyTorch on the same {steps} steps: losses within {apart:.1e} of these; a step takes {times[0]:.3f} s with "
-        f"ort_zero, {times[1]:.3f} s without, ratio {times[0] / times[1]:.2f}"
+    our_time, eager_time, memory_time = (
+        statistics.median(seconds[-last:]) for _, seconds in (ours, eager, memory or eager)
     )
+    text = f"a step takes {our_time:.3f} s, in eager PyTorch {eager_time:.3f} s: ratio {our_time / eager_time:.2f}"
+    if memory is not None:
+        text += f'; PyTorch with "cpu_memory" alone {memory_time:.3f} s: ratio {memory_time / eager_time:.2f}'
+    if share is not None:
+        text = f"ONNX Runtime runs {share:.0%} of the floating-point operations; {text}"
+    return f"PyTorch on the same {steps} steps: losses within {apart:.1e} of these\n{text}"
 
 
 def main() -> int:
@@ -90,7 +105,11 @@ def main() -> int:
     parser.add_argument("--deepspeed_config", required=True, help="path of the DeepSpeed JSON")
     parser.add_argument("--local_rank", type=int, default=-1, help="given by the deepspeed launcher")
     parser.add_argument(
-        "--compare-torch", type=int, default=0, metavar="STEPS", help="train so many steps in PyTorch too, and compare"
+        "--compare-torch",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="train so many steps in PyTorch first, and compare",
     )
     args = parser.parse_args()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -100,25 +119,29 @@ def main() -> int:
         config["train_micro_batch_size_per_gpu"] = args.batch
     deepspeed.init_distributed()
     rank, world = rank_and_world()
-    engine = make_engine(args, config)
     train_text, held_out = load_text()
-    shape = {
-        "batch": engine.train_micro_batch_size_per_gpu(),
-        "seq": args.seq,
-        "seed": args.seed,
-        "rank": rank,
-        "world": world,
-        "device": engine.device,
-    }
+    shape = {"seq": args.seq, "seed": args.seed, "rank": rank, "world": world}
 
-    def batch(number: int) -> dict[str, torch.Tensor]:
-        return make_batch(train_text, step=number, **shape)
+    def batch(number: int, text: torch.Tensor = train_text) -> dict[str, torch.Tensor]:
+        size = engine.train_micro_batch_size_per_gpu()
+        return make_batch(text, step=number, batch=size, device=engine.device, **shape)
 
+    in_torch: list[Training] = []
+    if args.compare_torch:
+        plain = {key: value for key, value in config.items() if key != "ort_zero"}
+        memory_alone = {**plain, "ort_zero": {"backend": "torch", "log_level": "WARNING"}}
+        if rank == 0:
+            print(f'first {args.compare_torch} steps in PyTorch, and as many with "cpu_memory" alone', flush=True)
+        for compared in (plain, memory_alone) if "ort_zero" in config else (plain,):
+            engine = make_engine(args, compared)
+            in_torch.append(train(engine, min(args.compare_torch, args.steps), batch, lambda step, loss: None))
+            engine.destroy()
+    engine = make_engine(args, config)
     ours = train(engine, args.steps, batch, StepPrinter(args.steps))
 
     engine.eval()
     with torch.no_grad():
-        validation = mean_over_ranks(engine(**make_batch(held_out, step=0, **shape)).loss)
+        validation = mean_over_ranks(engine(**batch(0, held_out)).loss)
     if rank == 0:
         print(f"validation loss {validation:.4f}")
     proved = print_proof(args.steps * engine.gradient_accumulation_steps(), config)
@@ -126,14 +149,10 @@ def main() -> int:
         engine.save_checkpoint(args.out, tag=f"step_{args.steps}")
         if rank == 0:
             print(f"checkpoint: {Path(args.out) / f'step_{args.steps}'}", flush=True)
+    if in_torch and rank == 0:
+        print(comparison(ours, *in_torch, share=share_in_onnxruntime()), flush=True)
     status = exit_status(proved, args)
     engine.destroy()
-    if args.compare_torch:
-        engine = make_engine(args, {key: value for key, value in config.items() if key != "ort_zero"})
-        torchs = train(engine, min(args.compare_torch, args.steps), batch, lambda step, loss: None)
-        if rank == 0:
-            print(comparison(ours, torchs), flush=True)
-        engine.destroy()
     dist.destroy_process_group()
     return status
 

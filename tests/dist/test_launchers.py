@@ -246,12 +246,15 @@ def test_the_command_of_make_train_prints_a_screenful_and_compares_with_pytorch(
     assert len(lines) <= 52, text
     assert sum(line.startswith("step ") for line in lines) == 20
     assert not [line for line in lines if "Warning" in line or "deprecated" in line or "[WARNING]" in line]
-    apart, ours, theirs, ratio = re.search(
-        rf"^PyTorch on the same {_COMPARED} steps: losses within (\S+) of these; a step takes (\S+) s with ort_zero, "
-        r"(\S+) s without, ratio (\S+)$", text, flags=re.M,
+    losses, figures = lines[-2:]
+    apart = re.search(rf"^PyTorch on the same {_COMPARED} steps: losses within (\S+) of these$", losses)[1]
+    ours, theirs, ratio, memory, its_ratio = re.search(
+        r"^ONNX Runtime runs \d+% of the floating-point operations; a step takes (\S+) s, in eager PyTorch (\S+) s: "
+        r'ratio (\S+); PyTorch with "cpu_memory" alone (\S+) s: ratio (\S+)$', figures,
     ).groups()  # fmt: skip
     assert 0 <= float(apart) < 5e-6
     assert float(ratio) == pytest.approx(float(ours) / float(theirs), rel=0.1)
+    assert float(its_ratio) == pytest.approx(float(memory) / float(theirs), rel=0.1)
 
 
 @pytest.mark.slow
