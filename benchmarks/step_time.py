@@ -49,8 +49,9 @@ SECTIONS: dict[str, dict[str, Any] | None] = {
     "segments, 55 %": {"backend": "compile", "memory": {"recompute": "auto", "budget": "55%"}},
     "ortmodule": {"backend": "ortmodule"},
 }
-"""The section "ort_zero" of each variant: eager PyTorch, alone and with what needs no ONNX Runtime; Inductor; the compile backend with measured
-placement, with all in ONNX Runtime, and with a memory budget; onnxruntime-training (in its own environment)."""
+"""The section "ort_zero" of each variant: eager PyTorch, alone and with the measures that need no ONNX Runtime;
+torch.compile by Inductor; the compile backend with measured placement, with all in ONNX Runtime, and with a memory
+budget; onnxruntime-training (in its own environment)."""
 DEFAULT = ("torch", "torch, cpu_memory", "compile", "segments")
 _SETTLING = 400
 """Most steps for which the compile backend may go on deciding where segments and units run."""
