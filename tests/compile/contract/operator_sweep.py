@@ -105,8 +105,6 @@ class Outcome:
     faults: list[str] = field(default_factory=list)
     in_ort: set[str] = field(default_factory=set)
     """The ATen operators in segments."""
-    in_torch: set[tuple[str, str]] = field(default_factory=set)
-    """Each reason for which PyTorch ran an ATen operator, with the operator."""
 
 
 class _Noting(Compiler):
@@ -171,7 +169,6 @@ def _fault_of(outcome: Outcome, op: Any, sample: Any, dtype: torch.dtype, by_seg
     reasons = compiler.record.as_dict()["reasons"]
     fault += "; ".join(reason for reason in reasons.values() if reason.startswith("no session"))
     outcome.in_ort |= compiler.in_ort
-    outcome.in_torch.update((reason, target) for target, reason in reasons.items())
     outcome.right += not fault
     return fault
 
@@ -268,24 +265,11 @@ def _quiet() -> Iterator[None]:
 
 def page_of(outcomes: Iterable[Outcome]) -> str:
     """Return the section of docs/compatibility.md on which runtime runs which operator."""
-    in_ort: set[str] = set()
-    reasons: dict[str, set[str]] = {}
-    for outcome in outcomes:
-        in_ort |= {_plain(target) for target in outcome.in_ort if target.startswith("aten.")}
-        for reason, target in outcome.in_torch:
-            reason = "a tensor of a dtype that ONNX lacks, such as complex" if " of torch." in reason else reason
-            if target.startswith("aten."):
-                reasons.setdefault(reason, set()).add(_plain(target))
-    del reasons["no conversion"]
-    rows = [
-        f"| {reason} | {_names(names) if len(names) <= 20 else 'any operator'} |"
-        for reason, names in sorted(reasons.items())
-    ]
+    targets = {target for outcome in outcomes for target in outcome.in_ort if target.startswith("aten.")}
     return _PAGE.format(
         torch=torch.__version__.partition("+")[0],
         onnxruntime=onnxruntime.__version__,
-        in_ort=textwrap.fill(_names(in_ort), 120),
-        rows="\n".join(rows),
+        in_ort=textwrap.fill(_names({_plain(target) for target in targets}), 120),
     )
 
 
@@ -305,11 +289,8 @@ onnxruntime {onnxruntime}, CPU. `python tests/compile/contract/operator_sweep.py
 
 {in_ort}.
 
-With these arguments PyTorch runs them:
-
-| argument | operators |
-|---|---|
-{rows}
+PyTorch runs them for dtypes that ONNX lacks, such as complex, for empty tensors, and for some arguments, such as look-ups
+by several tensors or sums of integers. `ort-zero explain` names each with its reason.
 """
 _BEGIN, _END = "<!-- operators: written by operator_sweep.py -->", "<!-- end of operators -->"
 
