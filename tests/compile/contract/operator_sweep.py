@@ -289,8 +289,8 @@ onnxruntime {onnxruntime}, CPU. `python tests/compile/contract/operator_sweep.py
 
 {in_ort}.
 
-PyTorch runs them for dtypes that ONNX lacks, such as complex, for empty tensors, and for some arguments, such as look-ups
-by several tensors or sums of integers. `ort-zero explain` names each with its reason.
+PyTorch runs them for dtypes that ONNX lacks, such as complex, for empty tensors, and for some arguments, such as
+look-ups by several tensors or sums of integers. `ort-zero explain` names each with its reason.
 """
 _BEGIN, _END = "<!-- operators: written by operator_sweep.py -->", "<!-- end of operators -->"
 
