@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
-import textwrap
 import weakref
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -18,19 +18,15 @@ from ort_zero import config, env, log
 from ort_zero.backends import registry
 from ort_zero.cpu_memory import measures
 from ort_zero.plugin import compile_progress
-from ort_zero.utils import tables
 from ort_zero.utils.text import shortened
 
-_MIN_WIDTH, _MAX_WIDTH = 40, 120
-_MIN_COLUMN = 8
-"""Minimum width of a column in characters, even on a very narrow terminal."""
-_ASCII, _BOXES = ("-", "|", "+"), ("─", "│", "┼")
+_MIN_WIDTH, _MAX_WIDTH = 60, 120
 _printed: list[str] = []
 """The titles of the models that this process has announced."""
 _unsettled: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 """The runtimes of models that were announced without a share of operations."""
 Row = tuple[str, ...]
-"""Cells of a row: feature, state, setting that switches it; the second of two cells takes all remaining width."""
+"""Cells of a row: feature, state, and, for some, the setting that switches it."""
 
 
 def table(
@@ -64,7 +60,7 @@ def table(
         *((f"  {operators}", effect) for operators, effect in plans),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
-    return "\n".join(_drawn(rows, max(width, _MIN_WIDTH), _BOXES if boxes else _ASCII))
+    return _drawn(rows, max(width, _MIN_WIDTH), boxes)
 
 
 def announce(section: config.Config, module: Any, runtime: Any | None, in_engine: bool = True) -> None:
@@ -201,32 +197,22 @@ def _switch(key: str, to: bool) -> str:
 # -- drawing -----------------------------------------------------------------------------------------------------------
 
 
-def _drawn(rows: Sequence[Row], width: int, characters: tuple[str, str, str]) -> list[str]:
-    """Return the lines of a table no wider than `width` characters; the first row is its head."""
-    dash, bar, cross = characters
-    first, second, third = _widths(rows, width - 2 * len(" | "))
-    wide = width - first - len(" | ")
-    lines = []
-    for i, row in enumerate(rows):
-        widths = (first, second, third) if len(row) == 3 else (first, wide)
-        indent = " " * (len(row[0]) - len(row[0].lstrip()))
-        cells = [
-            textwrap.wrap(cell, w, subsequent_indent=indent if not n else "", initial_indent=indent if not n else "")
-            or [""]
-            for n, (cell, w) in enumerate(zip((row[0].strip(), *row[1:]), widths, strict=True))
-        ]
-        lines += tables.row_lines(cells, widths, separator=f" {bar} ")
-        if i == 0:
-            lines.append(f"{dash}{cross}{dash}".join(dash * w for w in widths))
-    return lines
+def _drawn(rows: Sequence[Row], width: int, boxes: bool) -> str:
+    """Return the rows as a table no wider than `width` characters; the first row is its head."""
+    from rich import box, console
+    from rich import table as rich_table
 
-
-def _widths(rows: Sequence[Row], room: int) -> list[int]:
-    """Return the widths of three columns that together fit in `room` characters: the widest column shrinks first."""
-    widths = [max(len(row[n]) for row in rows if len(row) > n and (n == 0 or len(row) == 3)) for n in range(3)]
-    # the last column holds keys, which a user copies: a key is not broken where there is room
-    key = max(len(word) for row in rows if len(row) == 3 for word in row[2].split())
-    return tables.narrowed(widths, room, [_MIN_COLUMN, _MIN_COLUMN, max(_MIN_COLUMN, min(key, room // 2))])
+    # the last column holds keys, which a user copies: no key is broken
+    settings = [row[2] for row in rows if len(row) == 3]
+    key = max(len(word) for text in settings for word in text.split())
+    last = rich_table.Column(rows[0][2], width=min(max(map(len, settings)), max(key, width // 3)))
+    lines = box.SQUARE if boxes else box.ASCII
+    drawn = rich_table.Table(*rows[0][:2], last, box=lines, show_edge=False, pad_edge=False, header_style="")
+    for row in rows[1:]:
+        drawn.add_row(*row)
+    text = io.StringIO()
+    console.Console(file=text, width=width, markup=False, highlight=False, emoji=False, safe_box=False).print(drawn)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def _draws_boxes() -> bool:

@@ -52,18 +52,6 @@ def test_a_table_is_as_wide_as_its_cells():
     assert lines == ["name |   n", "a    | 100", "     |   2"]
 
 
-def test_a_row_is_as_high_as_its_highest_cell_and_has_no_spaces_at_its_end():
-    assert tables.row_lines([["a", "b"], ["1"]], [3, 2], right={1}) == ["a     1", "b"]
-
-
-@pytest.mark.parametrize(
-    ("room", "least", "widths"),
-    [(100, [1, 1], [9, 4]), (10, [1, 1], [6, 4]), (6, [1, 1], [3, 3]), (6, [7, 1], [7, 1]), (6, [9, 4], [9, 4])],
-)
-def test_the_widest_column_gives_way_first(room, least, widths):
-    assert tables.narrowed([9, 4], room, least) == widths
-
-
 def test_the_first_names_and_how_many_more():
     assert [shortened("ab"), shortened("abcde"), shortened("abc", 1), shortened("a", 1, 4), shortened("")] == [
         "a, b", "a, b, c and 2 more", "a and 2 more", "a and 3 more", "",
