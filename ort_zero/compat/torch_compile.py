@@ -11,7 +11,8 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = (
     "HigherOrderOperator",
@@ -98,8 +100,9 @@ def compile_function(
         _conversions += 1
         _converted.module = _module_of(getattr(args[0], "f_locals", {}))
         settings = dynamo_config.patch(_DYNAMO_OPTIONS)
+        sizes = _comparing_sizes_of(_converted.module)
         try:
-            with while_converting[-1](_converted.module), _tracing, settings, _leaving_generators_to_python():
+            with while_converting[-1](_converted.module), _tracing, settings, sizes, _leaving_generators_to_python():
                 return convert(*args, **kwargs)
         finally:
             _converted.module = None  # holds no model
@@ -120,6 +123,28 @@ _converted = threading.local()
 """The module whose call this thread converts now."""
 _tracing = threading.RLock()
 """Held while :data:`_DYNAMO_OPTIONS` are set, so that no other thread restores them too early, or keeps them."""
+
+
+_sizes_seen: MutableMapping[Any, Any] = WeakIdKeyDictionary()
+"""For each module what Dynamo has noted of the sizes in its conversions, by code."""
+
+
+@contextmanager
+def _comparing_sizes_of(module: Any) -> Iterator[None]:
+    """Have Dynamo trace a size as one that changes only where it has changed between conversions of this module.
+
+    By torch's own, the layers of a network whose sizes differ have symbolic sizes from the second one on. A graph with
+    these takes half as long again to trace and serves no other layer, since the sizes of weights are fixed.
+    """
+    from torch._dynamo import pgo
+
+    before = pgo._CODE_STATE
+    if module is not None:
+        pgo._CODE_STATE = _sizes_seen.setdefault(module, defaultdict(pgo.CodeState))
+    try:
+        yield
+    finally:
+        pgo._CODE_STATE = before
 
 
 @contextmanager

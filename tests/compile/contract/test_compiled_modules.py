@@ -17,6 +17,7 @@ from stack_models import HIDDEN, IN, Block, Stack
 from torch import nn
 
 import ort_zero
+from ort_zero.compile import sessions
 from ort_zero.errors import ConfigError
 
 SECTION = {"backend": "compile", "compile": {"place": "ort"}}
@@ -193,3 +194,18 @@ def test_a_model_with_a_cache_that_is_a_unit_itself_is_compiled():
     model = ort_zero.wrap(Cached(), **SECTION)
     model(torch.ones(2, 4)).sum().backward()
     assert status_of(model)["graph_runs"] == {"forward": 1, "backward": 1}
+
+
+def test_layers_of_other_sizes_have_fixed_sizes_and_a_batch_that_changes_has_not():
+    """Dynamo by itself would trace the second layer for all heights and widths, since the first layer has others."""
+    layers = [nn.Sequential(nn.Conv2d(n, 2 * n, 3, 2, 1), nn.Tanh()) for n in (3, 6, 12)]
+    others = set(sessions._sessions.values())
+    model = wrapped(nn.Sequential(*layers))
+    counted = []
+    for batch in (2, 4, 6):
+        model(torch.randn(batch, 3, 32, 32)).sum().backward()
+        made = set(sessions._sessions.values()) - others
+        sizes = [size for session in made for edge in session.model.inputs for size in edge.shape]
+        graphs = status_of(model)["compiled"]["dynamo_graphs"]
+        counted.append((graphs, all(isinstance(size, int) for size in sizes)))
+    assert counted == [(3, True), (6, False), (6, False)]
