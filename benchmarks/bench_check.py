@@ -100,8 +100,9 @@ def sentence(stored: Mapping[str, Any]) -> str:
         for case in stored["cases"].values()
         if "short" in case
     ]
-    form = f"{stored['processor']}; below 1 is faster; in brackets eager PyTorch with `cpu_memory`"
-    return f"{', '.join(named)} ({form})."
+    brackets = any("cpu_memory" in case and "short" in case for case in stored["cases"].values())
+    form = "; in brackets eager PyTorch with `cpu_memory`" if brackets else ""
+    return f"{', '.join(named)} ({stored['processor']}; below 1 is faster{form})."
 
 
 def with_figures(text: str, figures: str) -> str:
