@@ -86,13 +86,14 @@ def model_of(options: dict[str, Any]) -> Any:
 
 def write_rank(folder: Path, rank: int, options: dict[str, Any]) -> bytes:
     """Write the sparse files of one rank, with their headers; return its packed part."""
+    from ort_zero.checkpoint.saves.manifest_parts import pack
+
     from ort_zero.checkpoint.files import safetensors_header
     from ort_zero.checkpoint.files.safetensors_header import HeaderEntry
-    from ort_zero.checkpoint.format.flat_groups import zero3_part
     from ort_zero.checkpoint.records import MASTER, File, Piece
     from ort_zero.checkpoint.saves.checkpoint_writer import file_name
-    from ort_zero.checkpoint.saves.manifest_parts import pack
     from ort_zero.checkpoint.saves.shard_writer import WrittenPiece
+    from ort_zero.compat.deepspeed_partitions import zero3_part
 
     ranks = options["ranks"]
     draw = random.Random(rank)
@@ -172,9 +173,10 @@ def open_stage(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 def verify(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Compare the headers of all files with the manifest."""
+    from ort_zero.checkpoint.piece_runs import PiecesByFile
+
     from ort_zero.checkpoint.files.storage import open_folder
     from ort_zero.checkpoint.format import manifest
-    from ort_zero.checkpoint.piece_runs import PiecesByFile
     from ort_zero.checkpoint.reads.shard_checks import disagreements
 
     meter = Meter()
@@ -212,8 +214,8 @@ def load(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Plan what every rank of another world size reads."""
     import torch
 
-    from ort_zero.checkpoint.format.flat_groups import zero3_groups
     from ort_zero.checkpoint.reads.checked_reads import ReadRequest, wanted_of
+    from ort_zero.compat.deepspeed_partitions import zero3_groups
 
     meter = Meter()
     source = open_it(folder)

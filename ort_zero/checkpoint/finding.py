@@ -320,7 +320,7 @@ def open_checkpoint(
 def open_in(folder: Folder, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Source:
     """Open the checkpoint in `folder` itself; arguments and errors as of :func:`open_checkpoint`."""
     with collection_paused():
-        ours = manifest.open_ours(folder)
+        ours = manifest.read(folder)
         if ours is not None:
             return _with_remarks(replace(ours, notes=(*ours.notes, *note_on_other(folder))))
         if file_names.recognises(folder):

@@ -45,8 +45,8 @@ class Piece(NamedTuple):
     """Length of the range in bytes."""
     start: int
     """Index of the range's first element in the flattened (row-major) tensor."""
-    check: str | None = None
-    """xxh3-64 of the range's bytes as 16 hex digits; None if the format has no such checksum."""
+    check: bytes | None = None
+    """xxh3-64 of the range's bytes, 8 bytes; None if the format has no such checksum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Tensor:
     shape: tuple[int, ...]
     pieces: Sequence[Piece]
     """The ranges of the tensor in the order of `start`; together they cover every element exactly once (see
-    :func:`~ort_zero.checkpoint.piece_runs.check_cover`). A tuple or a lazy sequence."""
+    :func:`~ort_zero.checkpoint.pieces.check_cover`). A tuple or a lazy sequence."""
     strides: tuple[int, ...] | None = None
     """Strides in elements of a tensor that is not row-major. Such a tensor has one piece, which spans its range of the
     storage. None for a row-major tensor."""
@@ -157,6 +157,10 @@ class Source:
     not store it."""
     left_out: frozenset[str] = frozenset()
     """Names of the frozen parameters that the save left out (``exclude_frozen_parameters``), as far as known."""
+    run_id: str = ""
+    """Id of the run that saved; the same in each file of ort_zero's format."""
+    save_id: str = ""
+    """Id of the save, likewise."""
 
     def by_name(self, kind: str) -> dict[str, Tensor]:
         """Return the tensors of one kind by name, in their order."""

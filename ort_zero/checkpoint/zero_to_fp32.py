@@ -227,18 +227,17 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     )
 
 
-def write_script(path: str, token: str, durable: bool) -> None:
+def write_script(folder: Folder, token: str, durable: bool) -> None:
     """Write the script into a folder of checkpoints, and replace an earlier script.
 
     Args:
-        path: folder or fsspec URL.
+        folder: the folder.
         token: part of the partial name, different for each writer.
         durable: flush the script to the disk.
 
     Raises:
         CheckpointError: the script cannot be written.
     """
-    folder = open_folder(path)
     folder.write(SCRIPT_NAME, SCRIPT.encode(), token, durable=durable)
     if "://" not in folder.url:
         with suppress(OSError):  # some file systems have no modes

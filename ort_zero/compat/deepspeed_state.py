@@ -16,24 +16,12 @@ import torch
 import torch.distributed as dist
 
 from ort_zero.compat.deepspeed_parameters import full_shape
+from ort_zero.compat.deepspeed_partitions import Place, places_between, zero3_group, zero3_part
 from ort_zero.compat.torch_modules import inside_of_ortmodule
 from ort_zero.errors import CheckpointError
 
 _OFFLOAD_BUFFER = "_offload_buffer"
 """End of the names of scratch buffers among the optimizer states (``deepspeed/runtime/zero/offload_states.py``)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """A range of elements of one parameter that this rank owns."""
-
-    name: str
-    start: int
-    """First element in the flattened parameter."""
-    length: int
-    """Number of elements."""
-    offset: int
-    """First element in the flat buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +34,8 @@ class Flat:
     """The fp32 master weights with their padding, a tensor [elements]."""
     key: Any
     """The object under which the optimizer stores the state."""
-    spans: tuple[Span, ...]
+    places: tuple[Place, ...]
+    """The ranges of parameters that this rank owns, with their offsets in `master`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,10 +219,9 @@ class EngineState:
             if name in optimized:
                 continue
             if hasattr(parameter, "ds_tensor"):
-                partition = parameter.ds_tensor
-                start = partition.ds_numel * dist.get_rank(parameter.ds_process_group)
-                length = max(0, min(partition.ds_numel, parameter.ds_numel - start))
-                yield LocalPart(name=name, start=start, tensor=partition.data.view(-1), length=length)
+                group = parameter.ds_process_group
+                start, length = zero3_part(parameter.ds_numel, dist.get_rank(group), dist.get_world_size(group))
+                yield LocalPart(name=name, start=start, tensor=parameter.ds_tensor.data.view(-1), length=length)
             else:
                 yield LocalPart(name=name, start=0, tensor=parameter.data, length=parameter.numel())
 
@@ -329,43 +317,29 @@ class EngineState:
         # not from DeepSpeed's ``_hp_mapping``: with round_robin_gradients its order is not the order in the buffer
         for index, (group, master) in enumerate(zip(_flat_layout(self.optimizer), _masters(self.optimizer))):
             first = master.numel() * dist.get_rank(self.optimizer.real_dp_process_group[index])
-            spans = []
-            for parameter, position in group:
-                start = max(position, first)
-                end = min(position + parameter.numel(), first + master.numel())
-                if start < end:
-                    name = self.names[id(parameter)]
-                    spans.append(Span(name=name, start=start - position, length=end - start, offset=start - first))
-            yield Flat(group=index, master=master.data, key=master, spans=tuple(spans))
+            parameters = ((self.names[id(p)], position, p.numel()) for p, position in group)
+            places = places_between(parameters, first, first + master.numel())
+            yield Flat(group=index, master=master.data, key=master, places=places)
 
     def _flats_of_stage_3(self) -> Iterator[Flat]:
         optimizer = self.optimizer
         for index, (parameters, master) in enumerate(
             zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat)
         ):
-            spans = []
-            offset = 0
-            for parameter in parameters:
-                partition = parameter.partition_numel()
-                start = partition * dist.get_rank(parameter.ds_process_group)
-                length = max(0, min(partition, parameter.ds_numel - start))
-                if length:
-                    spans.append(Span(name=self.names[id(parameter)], start=start, length=length, offset=offset))
-                offset += partition
-            yield Flat(group=optimizer.sub_group_to_group_id[index], master=master.data, key=master, spans=tuple(spans))
+            shapes = {self.names[id(p)]: full_shape(p) for p in parameters}
+            group = parameters[0].ds_process_group if parameters else None
+            number = optimizer.sub_group_to_group_id[index]
+            flat = zero3_group(number, list(shapes), shapes, dist.get_rank(group), dist.get_world_size(group))
+            yield Flat(group=number, master=master.data, key=master, places=flat.places)
 
     def _flats_of_stage_0(self) -> Iterator[Flat]:
         rank = dist.get_rank()
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 start, end = self.slice_of(parameter.numel(), rank)
-                span = Span(name=self.names[id(parameter)], start=start, length=end - start, offset=start)
-                yield Flat(
-                    group=index,
-                    master=_flat_view(parameter.data, span.name),
-                    key=parameter,
-                    spans=(span,) if span.length else (),
-                )
+                name = self.names[id(parameter)]
+                places = (Place(name, start, end - start, start),) if end > start else ()
+                yield Flat(group=index, master=_flat_view(parameter.data, name), key=parameter, places=places)
 
     def _gather_slices(self, flat: Flat) -> None:
         for tensor in (flat.master, *(v.view(-1) for v in self.elementwise(flat).values())):

@@ -160,7 +160,7 @@ def digest(engine: Any) -> str:
     parts = [valid(parameter) for parameter in state.parameters.values()]
     for flat in state.flats():
         tensors = [flat.master, *(v for v in state.state_of(flat).values() if v.numel() == flat.master.numel())]
-        parts += [t.reshape(-1).narrow(0, s.offset, s.length) for t in tensors for s in flat.spans]
+        parts += [t.reshape(-1).narrow(0, s.offset, s.length) for t in tensors for s in flat.places]
     joined = b"".join(p.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for p in parts)
     return hashlib.sha1(joined).hexdigest()
 
@@ -181,7 +181,7 @@ def values_of(engine: Any) -> dict[str, torch.Tensor]:
     for i, flat in enumerate(state.flats()):
         for key, value in {"master": flat.master, **state.state_of(flat)}.items():
             if torch.is_tensor(value) and value.numel() == flat.master.numel():
-                for span in flat.spans:
+                for span in flat.places:
                     found[f"{key} of {span.name}"] = value.view(-1).narrow(0, span.offset, span.length).clone()
             elif torch.is_tensor(value):
                 found[f"{key} {i}"] = value.clone()

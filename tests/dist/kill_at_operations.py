@@ -33,8 +33,8 @@ from ort_zero.checkpoint.aggregation.aggregation import aggregate
 from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.files import storage
 from ort_zero.checkpoint.finding import open_checkpoint
-from ort_zero.checkpoint.records import MASTER, ParamGroup, Source
-from ort_zero.checkpoint.saves.capture import Model, Shard
+from ort_zero.checkpoint.records import MASTER, Optimizer, ParamGroup, Source
+from ort_zero.checkpoint.saves.capture import Shard
 from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, write_checkpoint
 from ort_zero.checkpoint.saves.shard_writer import ShardEntry
 from ort_zero.distributed.launched_ranks import from_launcher
@@ -65,18 +65,14 @@ class Save:
             [ShardEntry(name=name, kind=kind, start=ranks.rank * share, tensor=values) for name in _NAMES]
             for kind in (MASTER, "exp_avg")
         ]
-        model = Model(
-            shapes=dict.fromkeys(_NAMES, (share * ranks.size,)),
-            dtype="F32",
-            aliases={},
-            frozen=[],
-            left_out=[],
-            optimizer_class="SGD",
-            groups=[ParamGroup(names=_NAMES, options={"lr": 0.1})],
-            step=number,
-            zero_stage=1,
-            config={"config.json": "{}"},
-        )
+        about = Source(
+            format="ort_zero", root="", tag=f"t{number % 2}", step=number, world_size=0, zero_stage=1, tensors=(),
+            files={}, aliases={}, frozen=frozenset(), dtype="F32", config={"config.json": "{}"}, run_id="run",
+            optimizer=Optimizer(
+                class_name="SGD", groups=(ParamGroup(names=_NAMES, options={"lr": 0.1}),), scalars={}
+            ),
+            save_id=f"{number:016x}",
+        )  # fmt: skip
         empty = dict.fromkeys(("client_state", "lr_scheduler", "loss_scaler", "extra_state"))
         shard = Shard(
             weights=entries[0],
@@ -87,13 +83,11 @@ class Save:
         )
         job = SaveJob(
             path=str(self.there),
-            tag=f"t{number % 2}",
-            save_id=f"{number:016x}",
-            run_id="run",
+            about=about,
+            shapes=dict.fromkeys(_NAMES, (share * ranks.size,)),
             suffix=f".{number:08x}" if (self.there / f"t{number % 2}" / "manifest.json").exists() else "",
             save_latest=True,
             durable=False,
-            model=model,
             shard=shard,
         )
         write_checkpoint(job, ranks)

@@ -41,7 +41,7 @@ def masters_of(engine: Any) -> dict[str, torch.Tensor]:
     return {
         f"{span.name}@{span.start}": flat.master.narrow(0, span.offset, span.length).clone()
         for flat in EngineState(engine).flats()
-        for span in flat.spans
+        for span in flat.places
     }
 
 

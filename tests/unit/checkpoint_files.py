@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from ort_zero.checkpoint.files.dtypes import code_of
 from ort_zero.checkpoint.files.storage import Folder, open_folder
 from ort_zero.checkpoint.format import manifest
-from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, File, Optimizer, ParamGroup, Piece, Tensor
+from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, File, Optimizer, ParamGroup, Piece, Source, Tensor
 
 SAVED_ELSEWHERE = (MASTER, WEIGHT, BUFFER)
 
@@ -71,13 +71,15 @@ def write(
         own = []
         for file, start in pieces[kind, name]:
             offset, part = offsets[file, f"{kind}/{name}"], raw(shards[file][f"{kind}/{name}"])
-            own.append(Piece(file, offset, len(part), start, xxhash.xxh3_64(part).hexdigest()))
+            own.append(Piece(file, offset, len(part), start, xxhash.xxh3_64_digest(part)))
         records.append(
             Tensor(name=name, kind=kind, dtype=code_of(tensor.dtype), shape=tuple(tensor.shape), pieces=tuple(own))
         )
     fields: dict[str, Any] = {
-        "tensors": records,
-        "files": files,
+        "format": "ort_zero",
+        "root": "",
+        "tensors": tuple(records),
+        "files": {file.name: file for file in files},
         "optimizer": _optimizer(tensors),
         "tag": "global_step7",
         "step": 7,
@@ -86,12 +88,11 @@ def write(
         "dtype": "F32",
         "run_id": "run",
         "save_id": "save",
-        "versions": {},
         "aliases": {"head.weight": "emb.weight"} if (MASTER, "emb.weight") in tensors else {},
-        "frozen": [name for kind, name in tensors if kind == WEIGHT],
+        "frozen": frozenset(name for kind, name in tensors if kind == WEIGHT),
         "config": {"config.json": "{}"},
     }
-    folder.write(manifest.NAME, manifest.dump(manifest.build(**{**fields, **changes})), "t")
+    folder.write(manifest.NAME, manifest.dump(Source(**{**fields, **changes}), {}), "t")
     return tensors
 
 

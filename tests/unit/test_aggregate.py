@@ -421,7 +421,7 @@ def test_a_source_that_cannot_be_read_is_named(shards, tmp_path, monkeypatch):
 def _manifest(folder):
     from ort_zero.checkpoint.format import manifest
 
-    return manifest.parse(Path(folder.path(manifest.NAME)).read_bytes(), "m")
+    return manifest.parse(Path(folder.path(manifest.NAME)).read_bytes(), folder.url)
 
 
 @pytest.mark.parametrize("format", ["safetensors", "torch"])

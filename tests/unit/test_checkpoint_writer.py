@@ -17,9 +17,9 @@ from ort_zero.checkpoint.aggregation.aggregation import aggregate
 from ort_zero.checkpoint.files.storage import LocalFolder
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.inspection.verification import verify
-from ort_zero.checkpoint.records import WEIGHT, ParamGroup
+from ort_zero.checkpoint.records import WEIGHT, Optimizer, ParamGroup, Source
 from ort_zero.checkpoint.saves import checkpoint_writer
-from ort_zero.checkpoint.saves.capture import Model, Shard
+from ort_zero.checkpoint.saves.capture import Shard
 from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, write_checkpoint
 from ort_zero.checkpoint.saves.shard_writer import ShardEntry
 from ort_zero.errors import CheckpointError, RankError
@@ -43,7 +43,12 @@ def shard_of(tensors: dict[tuple[str, str], torch.Tensor], rank: int) -> Shard:
 
 
 def write(
-    path: Path, tensors: dict[tuple[str, str], torch.Tensor], without: str = "", of_rank_1: str = "", **changes: Any
+    path: Path,
+    tensors: dict[tuple[str, str], torch.Tensor],
+    without: str = "",
+    of_rank_1: str = "",
+    save_id: str = "0123456789abcdef",
+    suffix: str = "",
 ) -> list[BaseException | None]:
     """Write a checkpoint and return what each rank raised; no rank holds the tensors that are named `without`.
 
@@ -51,23 +56,23 @@ def write(
     """
     held = {key: value for key, value in tensors.items() if key[1] != without}
     trained = tuple(name for kind, name in tensors if kind == "exp_avg")
-    model = Model(
-        shapes={name: tuple(tensor.shape) for (kind, name), tensor in tensors.items() if kind in SAVED_ELSEWHERE},
-        dtype="F32",
-        aliases={"head.weight": "emb.weight"},
-        frozen=[name for kind, name in tensors if kind == WEIGHT],
-        left_out=[],
-        optimizer_class="AdamW",
-        groups=[ParamGroup(names=trained, options={"lr": 0.01})],
-        step=7,
-        zero_stage=2,
-    )
-    fields = {"tag": "t", "save_id": "0123456789abcdef", "run_id": "run", "suffix": "", "save_latest": True} | changes
+    shapes = {name: tuple(tensor.shape) for (kind, name), tensor in tensors.items() if kind in SAVED_ELSEWHERE}
+    about = Source(
+        format="ort_zero", root="", tag="t", step=7, world_size=0, zero_stage=2, tensors=(), files={}, dtype="F32",
+        aliases={"head.weight": "emb.weight"}, frozen=frozenset(name for kind, name in tensors if kind == WEIGHT),
+        optimizer=Optimizer(
+            class_name="AdamW", groups=(ParamGroup(names=trained, options={"lr": 0.01}),), scalars={}
+        ),
+        run_id="run", save_id=save_id,
+    )  # fmt: skip
     values, barrier = [None] * RANKS, threading.Barrier(RANKS)
 
     def one(rank: int) -> BaseException | None:
         place = str(path / of_rank_1 if rank else path)
-        job = SaveJob(path=place, durable=False, model=model, shard=shard_of(held, rank), **fields)
+        shard = shard_of(held, rank)
+        job = SaveJob(
+            path=place, about=about, shapes=shapes, suffix=suffix, save_latest=True, durable=False, shard=shard
+        )
         try:
             write_checkpoint(job, ThreadGroup(rank, values, barrier))
         except BaseException as error:

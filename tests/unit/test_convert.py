@@ -20,10 +20,10 @@ from ort_zero.checkpoint.conversions.conversion import Conversion
 from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.files.storage import LocalFolder
 from ort_zero.checkpoint.finding import open_checkpoint
-from ort_zero.checkpoint.format.flat_groups import zero3_groups, zero12_groups
 from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.records import MASTER, Source
 from ort_zero.cli.main import main
+from ort_zero.compat.deepspeed_partitions import zero3_groups, zero12_group
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 PEAKS = """
@@ -240,7 +240,7 @@ def test_layouts_cover_every_element_once():
     groups = [["a", "b"], ["c", "d"]]
     for world in (1, 2, 3, 7):
         for layout in (
-            lambda rank: zero12_groups(groups, shapes, rank, world),
+            lambda rank: [zero12_group(n, group, shapes, rank, world) for n, group in enumerate(groups)],
             lambda rank: zero3_groups(groups, shapes, rank, world, 3),
         ):
             covered: dict[str, list[int]] = {name: [] for name in shapes}

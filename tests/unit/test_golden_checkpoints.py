@@ -47,7 +47,7 @@ def test_aggregation_gives_what_the_engine_held(name, tmp_path):
 
 def test_what_is_no_tensor_of_the_model_is_read_too():
     folder = open_folder(GOLDEN / OURS / "saved")
-    source = manifest.open_ours(folder)
+    source = manifest.read(folder)
     assert source.optimizer.class_name == "AdamW" and set(source.optimizer.scalars["step"].values()) == {STEPS}
     assert [group.options["weight_decay"] for group in source.optimizer.groups] == [0.1, 0.0]
     assert source.aliases == {"head.weight": "embed.weight"} and source.frozen == {"frozen.weight", "frozen.bias"}

@@ -1,181 +1,162 @@
-"""The manifest: what is written is read back, and what is wrong in it is named."""
+"""The manifest: what is written is read back, runs are the pieces they stand for, and what is wrong is named."""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import xxhash
+from safetensors.torch import load_file
 
+from ort_zero.checkpoint import aggregate, verify
 from ort_zero.checkpoint.files.storage import open_folder
+from ort_zero.checkpoint.finding import open_checkpoint
 from ort_zero.checkpoint.format import manifest
-from ort_zero.checkpoint.format.manifest_schema import Manifest
-from ort_zero.checkpoint.piece_runs import check_cover
-from ort_zero.checkpoint.records import File, Optimizer, ParamGroup, Piece, Tensor
+from ort_zero.checkpoint.pieces import CHECK_BYTES, PieceRuns, check_cover, overlaps, run_of
+from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
+from ort_zero.checkpoint.records import File, Optimizer, ParamGroup, Piece, Source, Tensor
+from ort_zero.checkpoint.saves.capture import Shard
+from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, joined, write_rank_files
+from ort_zero.checkpoint.saves.shard_writer import ShardEntry
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
-TENSORS = [
+CHECKS = [bytes(8), bytes([1] * 8)]
+TENSORS = (
     Tensor(
         name="w",
         kind="master",
         dtype="F32",
         shape=(5, 3),
-        pieces=(Piece("a.safetensors", 8, 32, 0, "0" * 16), Piece("b.safetensors", 8, 28, 8, "1" * 16)),
+        pieces=(Piece("a.safetensors", 8, 32, 0, CHECKS[0]), Piece("b.safetensors", 8, 28, 8, CHECKS[1])),
     ),
     Tensor(name="none", kind="weight", dtype="BF16", shape=(0, 4), pieces=()),
-]
-FILES = [File(name=f"{n}.safetensors", size=64, xxh3_128=n * 32) for n in "ab"]
-OPTIMIZER = Optimizer(
-    class_name="AdamW", groups=(ParamGroup(names=("w",), options={"lr": 0.1}),), scalars={"step": {"w": 3.0}}
 )
+SOURCE = Source(
+    format="ort_zero", root="root", tag="t", step=3, world_size=2, zero_stage=2, dtype="BF16", run_id="r", save_id="s",
+    tensors=TENSORS, files={f"{n}.safetensors": File(name=f"{n}.safetensors", size=64, xxh3_128=n * 32) for n in "ab"},
+    optimizer=Optimizer(
+        class_name="AdamW", groups=(ParamGroup(names=("w",), options={"lr": 0.1}),), scalars={"step": {"w": 3.0}}
+    ),
+    aliases={"v": "w"}, frozen=frozenset(), config={"config.json": "{}"},
+)  # fmt: skip
 
 
-def document(**changes) -> Manifest:
-    fields = dict(
-        tensors=TENSORS, files=FILES, optimizer=OPTIMIZER, tag="t", step=3, world_size=2, zero_stage=2, dtype="BF16",
-        run_id="r", save_id="s", versions={"torch": "2"}, aliases={"v": "w"}, frozen=[], config={"config.json": "{}"},
-    )  # fmt: skip
-    return manifest.build(**{**fields, **changes})
-
-
-def edited(change) -> bytes:
-    """Return a manifest with one value changed and its digest made right again."""
-    table = json.loads(manifest.dump(document()))
-    del table["xxh3_128"]
-    change(table)
-    text = json.dumps(table)[:-1]
+def signed(table: dict[str, Any]) -> bytes:
+    """Return a manifest that was changed, with its digest made right again."""
+    text = json.dumps({key: value for key, value in table.items() if key != "xxh3_128"})[:-1]
     return f'{text},\n"xxh3_128": "{xxhash.xxh3_128(text.encode()).hexdigest()}"\n}}'.encode()
 
 
+def edited(change) -> bytes:
+    table = json.loads(manifest.dump(SOURCE, {}))
+    change(table)
+    return signed(table)
+
+
+def piece(number: int, place: int, value: Any):
+    return lambda table: table["tensors"][0]["pieces"][number].__setitem__(place, value)
+
+
 def test_round_trip():
-    source = manifest.source_of(manifest.parse(manifest.dump(document()), "m"), "root")
-    assert list(source.tensors) == TENSORS and list(source.files.values()) == FILES
-    assert source.optimizer == OPTIMIZER and source.aliases == {"v": "w"} and source.step == 3
-    assert source.config == {"config.json": "{}"} and source.world_size == 2 and source.zero_stage == 2
+    assert manifest.parse(manifest.dump(SOURCE, {"torch": "2"}), "root") == SOURCE
 
 
 def test_every_changed_bit_is_noticed():
-    data = manifest.dump(document())
+    data = manifest.dump(SOURCE, {})
     for position in range(len(data)):
         changed = bytearray(data)
         changed[position] ^= 1
         try:
-            same = manifest.parse(bytes(changed), "m") == document()
+            same = manifest.parse(bytes(changed), "root") == SOURCE
         except CheckpointError:
             continue
         assert same, position  # white space after the digest
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t["files"][0].update(name="../x"), r"wrong at files.0.name: .*own folder.*'../x'"),
-        (lambda t: t["files"][0].update(name="/etc/passwd"), "wrong at files.0.name"),
-        (lambda t: t["files"][0].update(size=-1), "wrong at files.0.size"),
-        (lambda t: t["tensors"][0].update(dtype="F33"), "wrong at tensors.0.dtype: .*unknown dtype.*F33"),
-        (lambda t: t.update(surprise=1), "wrong at surprise"),
-        (lambda t: t.pop("world_size"), "wrong at world_size"),
-        *[
-            (
-                lambda t, name=name: t["config"].update({name: "x"}),
-                "wrong at config.*is not the name of a configuration",
-            )
-            for name in (
-                "/../../../../home/u/.bashrc",
-                "../config.json",
-                "model.safetensors",
-                "pytorch_model.bin",
-                "modeling_x.py",
-                "a/config.json",
-                "",
-                "..",
-                ".spm",
-            )
-        ],
-        (lambda t: t["tensors"][0].update(shape=[1 << 80]), "wrong at tensors.0.shape"),
-        (lambda t: t["tensors"][0].update(shape=[1] * 100), "wrong at tensors.0.shape"),
-        (lambda t: t.update(step=1e300), "wrong at step"),
+FORBIDDEN_CONFIGS = ("/../../../../home/u/.bashrc", "../config.json", "model.safetensors", "pytorch_model.bin",
+                     "modeling_x.py", "a/config.json", "", "..", ".spm")  # fmt: skip
+WRONG = [
+    (lambda t: t["files"][0].update(name="../x"), r"wrong at files.0.name: .*own folder.*'../x'"),
+    (lambda t: t["files"][0].update(name="/etc/passwd"), "wrong at files.0.name"),
+    (lambda t: t["files"][0].update(size=-1), "wrong at files.0.size"),
+    (lambda t: t["tensors"][0].update(dtype="F33"), "wrong at tensors.0.dtype: .*unknown dtype.*F33"),
+    (lambda t: t.update(surprise=1), "wrong at surprise"),
+    (lambda t: t.pop("world_size"), "wrong at world_size"),
+    (lambda t: t["tensors"][0].update(shape=[1 << 80]), "wrong at tensors.0.shape"),
+    (lambda t: t["tensors"][0].update(shape=[1] * 100), "wrong at tensors.0.shape"),
+    (lambda t: t.update(step=1e300), "wrong at step"),
+    (lambda t: t["tensors"][0]["pieces"][0].append(1), "wrong at tensors.0.pieces"),
+    (lambda t: t["tensors"][0]["pieces"][0].pop(), "wrong at tensors.0.pieces"),
+    (lambda t: t["files"].append(t["files"][0]), "lists the file a.safetensors twice"),
+    (lambda t: t["tensors"].append(t["tensors"][0]), "lists the tensor master of w twice"),
+    (lambda t: t["tensors"][0]["pieces"].pop(0), "elements 0 to 8 are in no file"),
+    (lambda t: t["tensors"][0]["pieces"].pop(1), "the pieces hold 8 elements, .* has 15"),
+    (piece(1, 3, 7), "elements from 7 are in two pieces"),
+    (piece(1, 1, 60), "lies outside b.safetensors"),
+    (piece(0, 1, 1 << 62), "lies outside a.safetensors"),
+    (piece(1, 0, 9), "malformed .*in no file that is listed"),
+    (piece(1, 1, "x"), "malformed .*0 or more"),
+    (piece(0, 1, 8.0), "malformed .*0 or more"),
+    (piece(0, 1, True), "malformed .*0 or more"),
+    (piece(0, 0, -1), "malformed .*0 or more"),
+    (piece(0, 4, "../x"), "malformed .*must be base64"),
+    (piece(0, 4, 7), "malformed .*must be base64"),
+    (piece(0, 5, 2), "malformed .*take 16 bytes, not 8"),
+    (piece(0, 5, 1 << 62), "malformed .*take .* bytes, not 8"),
+    (piece(0, 5, 0), "malformed .*1 or more"),
+    (piece(0, 6, True), "malformed .*1 or more"),
+    (piece(0, 2, 6), "not a multiple of 4"),
+    (
+        lambda t: t["tensors"].extend({**t["tensors"][0], "name": f"copy{i}"} for i in range(3)),
+        "the tensors claim 128 bytes of a.safetensors, which has 64",
+    ),
+    *[
+        (lambda t, name=name: t["config"].update({name: "x"}), "wrong at config.*is not the name of a configuration")
+        for name in FORBIDDEN_CONFIGS
     ],
-)
-def test_wrong_values_are_named(change, message):
-    with pytest.raises(CorruptCheckpointError, match=f"path/manifest.json is {message}"):
-        manifest.parse(edited(change), "path/manifest.json")
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t["tensors"][0]["pieces"].pop(0), "elements 0 to 8 are in no file"),
-        (lambda t: t["tensors"][0]["pieces"].pop(1), "the pieces hold 8 elements, .* has 15"),
-        (lambda t: t["tensors"][0]["pieces"][1].__setitem__(3, 7), "elements from 7 are in two pieces"),
-        (lambda t: t["tensors"][0]["pieces"][1].__setitem__(1, 60), "lies outside b.safetensors"),
-        (lambda t: t["tensors"][0]["pieces"][1].__setitem__(0, 9), "malformed"),
-        (lambda t: t["tensors"][0]["pieces"][1].__setitem__(1, "x"), "malformed"),
-    ],
-)
-def test_pieces_must_cover_the_tensor(change, message):
-    with pytest.raises(CorruptCheckpointError, match=f"master of w: .*{message}"):
-        manifest.source_of(manifest.parse(edited(change), "m"), "root")
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_wrong_values_are_named(number):
+    change, message = WRONG[number]
+    with pytest.raises(CorruptCheckpointError, match=f"path/manifest.json.*{message}"):
+        manifest.parse(edited(change), "path")
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"format": "other"}', b"\xff\xfe"])
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"format": "other"}', b"\xff\xfe", b'{"a": ' + b"[" * 200_000])
 def test_what_is_no_manifest_says_so(data):
-    with pytest.raises(CorruptCheckpointError, match="m is not a manifest of ort_zero"):
+    with pytest.raises(CorruptCheckpointError, match="m/manifest.json is not a manifest of ort_zero"):
         manifest.parse(data, "m")
 
 
-def test_a_later_version_is_refused():
-    with pytest.raises(CheckpointError, match="format version 4, this version of ort_zero reads 2 and 3"):
-        manifest.parse(edited(lambda t: t.update(version=4)), "m")
+def test_another_version_is_refused():
+    with pytest.raises(CheckpointError, match="format version 3, this version of ort_zero reads 4"):
+        manifest.parse(edited(lambda t: t.update(version=3)), "m")
 
 
 def test_latest_leads_to_a_folder_inside(tmp_path):
     folder = open_folder(tmp_path)
     (tmp_path / "there").mkdir()
-    (tmp_path / "there" / manifest.NAME).write_bytes(manifest.dump(document()))
+    (tmp_path / "there" / manifest.NAME).write_bytes(manifest.dump(SOURCE, {}))
     with pytest.raises(CheckpointError, match='has no file "latest", give a tag; tags there: there'):
         manifest.resolve_tag(folder, None)
-    for text, message in (("gone", "names the tag 'gone', but .* tags there: there"), ("../x", "leads out of")):
+    for text, message in (
+        ("gone", "names the tag 'gone', but .* tags there: there"),
+        ("../x", "leads out of"),
+        (" \n", 'has an empty file "latest", give a tag; tags there: there'),
+    ):
         (tmp_path / "latest").write_text(text)
         with pytest.raises(CheckpointError, match=message):
             manifest.resolve_tag(folder, None)
-    (tmp_path / "latest").write_text(" \n")
-    with pytest.raises(CheckpointError, match='has an empty file "latest", give a tag; tags there: there'):
-        manifest.resolve_tag(folder, None)
     (tmp_path / "latest").write_text("there\n")
     assert manifest.locate(str(tmp_path), None).url.endswith("there")
-
-
-def test_a_strided_tensor_lies_in_one_piece():
-    piece = Piece("f", 0, 24, 0)
-    whole = Tensor(name="t", kind="buffer", dtype="F32", shape=(3, 2), pieces=(piece,), strides=(1, 3))
-    assert check_cover(whole) is None
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t["tensors"][0]["pieces"][0].__setitem__(1, 8.0), "malformed .*whole numbers"),
-        (lambda t: t["tensors"][0]["pieces"][0].__setitem__(1, True), "malformed .*whole numbers"),
-        (lambda t: t["tensors"][0]["pieces"][0].__setitem__(0, -1), "malformed .*whole numbers"),
-        (lambda t: t["tensors"][0]["pieces"][0].__setitem__(0, 9), "malformed"),
-        (lambda t: t["tensors"][0]["pieces"][0].__setitem__(4, "../x"), "malformed .*16 hex digits"),
-        (lambda t: t["tensors"][0]["pieces"][0].__setitem__(1, 1 << 62), "outside a.safetensors"),
-        (
-            lambda t: t["tensors"].extend({**t["tensors"][0], "name": f"copy{i}"} for i in range(3)),
-            "the tensors claim 128 bytes of a.safetensors, which has 64",
-        ),
-    ],
-)
-def test_wrong_pieces_are_named(change, message):
-    with pytest.raises(CorruptCheckpointError, match=message):
-        manifest.source_of(manifest.parse(edited(change), "m"), "root")
-
-
-def test_json_that_is_nested_too_deeply_is_one_error():
-    with pytest.raises(CorruptCheckpointError, match="nested too deeply"):
-        manifest.parse(b'{"format": ' + b"[" * 200_000, "m")
 
 
 def test_only_regular_files_are_opened(tmp_path):
@@ -186,12 +167,8 @@ def test_only_regular_files_are_opened(tmp_path):
     (tmp_path / "device").symlink_to("/dev/zero")
     for name, kind in (("fifo", "a FIFO"), ("folder", "a folder"), ("device", "a device")):
         assert not folder.exists(name)
-        for action in (
-            folder.size,
-            folder.read,
-            folder.open,
-            lambda n: folder.read_into(n, 0, memoryview(bytearray(8))),
-        ):
+        into = lambda n: folder.read_into(n, 0, memoryview(bytearray(8)))  # noqa: E731
+        for action in (folder.size, folder.read, folder.open, into):
             with pytest.raises(CheckpointError, match=f"{name} is {kind}, where a file is needed"):
                 action(name)
 
@@ -200,8 +177,112 @@ def test_only_regular_files_are_opened(tmp_path):
 def test_files_that_are_far_too_large_are_refused_before_they_are_read(tmp_path, name):
     (tmp_path / "latest").write_text("step1")
     (tmp_path / "step1").mkdir()
-    path = tmp_path / ("step1" if name == "manifest.json" else "") / name
-    with open(path, "wb") as file:
+    with open(tmp_path / ("step1" if name == "manifest.json" else "") / name, "wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(CorruptCheckpointError, match=f"{name} has 1099511627776 bytes, more than"):
         manifest.read(manifest.locate(str(tmp_path), None))
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+RANKS = 24
+SHAPES = {"a.weight": (48, 30), "a.bias": (31,), "b.weight": (7, 11), "few": (3,), "none": (0, 4)}
+"""Sizes that 24 ranks can share equally, that leave a shorter part, and that leave some ranks without any."""
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+
+def values(kind: str, name: str) -> torch.Tensor:
+    count = torch.Size(SHAPES[name]).numel()
+    return torch.arange(count, dtype=torch.float32) + 1000 * KINDS.index(kind) + 10_000 * list(SHAPES).index(name)
+
+
+def shard_of(rank: int) -> Shard:
+    entries: dict[str, list[ShardEntry]] = {kind: [] for kind in KINDS}
+    for kind in KINDS:
+        for name in SHAPES:
+            whole = values(kind, name)
+            part = -(-len(whole) // RANKS)
+            low, high = min(rank * part, len(whole)), min((rank + 1) * part, len(whole))
+            if low < high:
+                entries[kind].append(ShardEntry(name=name, kind=kind, start=low, tensor=whole[low:high]))
+    moments = entries["exp_avg"] + entries["exp_avg_sq"]
+    return Shard(weights=entries["master"], moments=moments, extra={}, extra_tensors=[], scalars={})
+
+
+@pytest.fixture(scope="module")
+def tag(tmp_path_factory) -> Path:
+    """The folder of a checkpoint of 24 ranks."""
+    path = tmp_path_factory.mktemp("runs") / "t"
+    folder = open_folder(path)
+    folder.make()
+    about = Source(
+        format="ort_zero", root=folder.url, tag="t", step=3, world_size=0, zero_stage=3, tensors=(), files={},
+        aliases={}, frozen=frozenset({"none"}), dtype="F32", run_id="r", save_id="5" * 16,
+        optimizer=Optimizer(class_name="AdamW", groups=(), scalars={}),
+    )  # fmt: skip
+    packed = []
+    for rank in range(RANKS):
+        job = SaveJob(
+            path=str(path.parent), about=about, shapes=SHAPES, suffix="", save_latest=True, durable=False,
+            shard=shard_of(rank),
+        )  # fmt: skip
+        names: list[str] = []
+        part = write_rank_files(folder, job, rank, RANKS, names)
+        for name in names:
+            folder.publish(name, about.save_id)
+        packed.append(part.packed())
+    folder.write(manifest.NAME, manifest.dump(joined(folder, job, packed, all_here=True), {}), about.save_id)
+    return path
+
+
+def test_pieces_that_lie_alike_are_one_row_and_read_as_themselves(tag):
+    source = open_checkpoint(str(tag))
+    for tensor in source.tensors:
+        runs, plain = tensor.pieces, tuple(tensor.pieces)
+        assert runs == plain and plain == runs and len(runs) == len(plain) and runs != (*plain, None)
+        assert [runs[i] for i in range(-len(plain), len(plain))] == [*plain, *plain] and runs[1:9:3] == plain[1:9:3]
+        if tensor.name == "a.weight":
+            # headers of ranks with shorter or fewer parts are shorter, so that their tensors lie elsewhere
+            assert len(runs) == RANKS and max(run.pieces for run in runs.runs) >= 12
+        for index in (len(plain), -len(plain) - 1):
+            with pytest.raises(IndexError):
+                runs[index]
+
+
+def test_every_command_reads_runs(tag, tmp_path):
+    assert verify(str(tag), progress=False).problems == ()
+    aggregate(tag, tmp_path / "out", what="weights+optimizer", progress=False)
+    model = load_file(tmp_path / "out" / "model.safetensors")
+    moments = load_file(tmp_path / "out" / "optimizer.safetensors")
+    for name, shape in SHAPES.items():
+        assert torch.equal(model[name], values("master", name).view(shape))
+        for kind in KINDS[1:]:
+            assert name == "none" or torch.equal(moments[f"{kind}/{name}"], values(kind, name).view(shape))
+
+
+def test_any_range_is_read_from_the_pieces_that_hold_it(tag):
+    source = open_checkpoint(str(tag))
+    reader = CheckedReader(open_folder(tag), source.files)
+    for tensor in source.tensors:
+        whole = values("master" if tensor.kind == "weight" else tensor.kind, tensor.name)
+        cuts = sorted({0, min(1, len(whole)), len(whole) // 3, len(whole) // 2, max(0, len(whole) - 1), len(whole)})
+        for low, high in pairwise(cuts):
+            target = torch.zeros(high - low)
+            assert sum(count for _, _, count in overlaps(tensor, low, high - low)) == high - low
+            reader.read([ReadRequest(tensor=tensor, start=low, length=high - low, target=target)])
+            assert torch.equal(target, whole[low:high]), (tensor.name, low, high)
+
+
+def test_a_run_steps_over_files():
+    checks = base64.b64encode(bytes(range(80))).decode()
+    names = [f"f{number}" for number in range(40)]
+    rows = [[3, 64, 8, 0, checks, 10, 3], [1, 72, 4, 20, base64.b64encode(bytes(CHECK_BYTES)).decode(), 1, 1]]
+    runs = PieceRuns(names, [run_of(row, len(names)) for row in rows], "F32")
+    assert runs[1] == Piece("f6", 64, 8, 2, bytes(range(8, 16)))
+    assert check_cover(Tensor(name="x", kind="master", dtype="F32", shape=(21,), pieces=runs)) is None
+    assert check_cover(Tensor(name="x", kind="master", dtype="F32", shape=(22,), pieces=runs)) is not None
+
+
+def test_a_strided_tensor_lies_in_one_piece():
+    whole = Tensor(name="t", kind="buffer", dtype="F32", shape=(3, 2), pieces=(Piece("f", 0, 24, 0),), strides=(1, 3))
+    assert check_cover(whole) is None

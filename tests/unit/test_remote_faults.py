@@ -73,7 +73,7 @@ def test_a_reader_brings_little_that_nobody_needs(tmp_path):
     """Every other tensor of a file, small and large ones."""
     tensors = {(MASTER, f"{number:03}"): torch.randn(number % 7 * 1500 + 3) for number in range(80)}
     write(tmp_path / "t", tensors, ranks=1)
-    source = manifest.source_of(manifest.read(open_folder(tmp_path / "t")), str(tmp_path / "t"))
+    source = manifest.read(open_folder(tmp_path / "t"))
     wanted = [tensor for tensor in source.tensors if int(tensor.name) % 2]
     requests = [ReadRequest(tensor=tensor, start=0, length=tensor.elements, target=torch.empty(tensor.elements))
                 for tensor in wanted]  # fmt: skip

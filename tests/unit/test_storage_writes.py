@@ -46,8 +46,8 @@ def test_a_shard_is_whole_however_much_the_kernel_takes(tmp_path, monkeypatch, t
     stored = load_file(tmp_path / "s.safetensors")
     assert all(torch.equal(stored[entry.name], entry.tensor) for entry in held)
     for item in pieces:
-        part = content[item.piece.offset : item.piece.offset + item.piece.length]
-        assert xxhash.xxh3_64_hexdigest(part) == item.piece.check
+        part = content[item.run.offset : item.run.offset + item.run.length]
+        assert xxhash.xxh3_64_digest(part) == item.run.checks
 
 
 def test_a_shard_takes_few_calls(tmp_path, monkeypatch):

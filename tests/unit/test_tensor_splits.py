@@ -32,7 +32,7 @@ from ort_zero.checkpoint.deepspeed.split_rules import (
     split_by_sizes,
 )
 from ort_zero.checkpoint.files.storage import open_folder
-from ort_zero.checkpoint.piece_runs import check_cover
+from ort_zero.checkpoint.pieces import check_cover
 from ort_zero.checkpoint.records import MASTER, Piece, Tensor
 from ort_zero.errors import CheckpointError
 

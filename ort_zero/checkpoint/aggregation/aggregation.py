@@ -21,7 +21,7 @@ from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.model_files import remote_code
 from ort_zero.checkpoint.model_files.config_files import ConfigFile, config_files_beside, with_dtype
 from ort_zero.checkpoint.model_files.selection import ADAPTER, Choices, Selected, select
-from ort_zero.checkpoint.piece_runs import first_and_count
+from ort_zero.checkpoint.pieces import first_and_count
 from ort_zero.checkpoint.reads.record_checks import check_records_of
 from ort_zero.checkpoint.records import MAX_NAMED, Source
 from ort_zero.distributed.raise_on_all_ranks import RankGroup

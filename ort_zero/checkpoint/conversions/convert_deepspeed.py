@@ -9,11 +9,11 @@ import torch
 
 from ort_zero.checkpoint.conversions.conversion import EXTRA_STATE, Conversion
 from ort_zero.checkpoint.files.dtypes import torch_dtype
-from ort_zero.checkpoint.format.flat_groups import FlatGroup, zero3_groups, zero3_part, zero12_groups
 from ort_zero.checkpoint.reads.checked_reads import ReadRequest
 from ort_zero.checkpoint.reads.training_state import TrainingState
 from ort_zero.checkpoint.records import Tensor
 from ort_zero.compat import deepspeed_files
+from ort_zero.compat.deepspeed_partitions import FlatGroup, zero3_groups, zero3_part, zero12_group
 from ort_zero.errors import CheckpointError
 
 
@@ -52,7 +52,8 @@ def flat_groups(work: Conversion, rank: int) -> list[FlatGroup]:
     form = work.form
     if form.stage == 3:
         return zero3_groups(work.groups(), shapes, rank, form.world_size, form.sub_group_size)
-    return zero12_groups(work.groups(), shapes, rank, form.world_size)
+    groups = enumerate(work.groups())
+    return [zero12_group(number, names, shapes, rank, form.world_size) for number, names in groups]
 
 
 def ds_config(work: Conversion) -> dict[str, Any]:

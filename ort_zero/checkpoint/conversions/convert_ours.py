@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from ort_zero.checkpoint.conversions.conversion import EXTRA_STATE, Conversion
@@ -11,9 +12,8 @@ from ort_zero.checkpoint.format import manifest, values
 from ort_zero.checkpoint.reads.checked_reads import ReadRequest
 from ort_zero.checkpoint.reads.training_state import OPTIONAL_KEYS
 from ort_zero.checkpoint.records import BUFFER, Tensor, buffer_kind
-from ort_zero.checkpoint.saves.capture import Model, Shard
-from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, manifest_of, write_rank_files
-from ort_zero.checkpoint.saves.manifest_parts import pack
+from ort_zero.checkpoint.saves.capture import Shard
+from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, joined, manifest_bytes, write_rank_files
 from ort_zero.checkpoint.saves.shard_writer import ShardEntry
 
 
@@ -44,30 +44,23 @@ def write_rank(work: Conversion, rank: int) -> bytes:
     }
     extra["counters"] = {"micro_steps": 0, **extra["counters"]} if extra["counters"] else extra["counters"]
     optimizer = work.source.optimizer
-    shard = Shard(
-        weights=weights,
-        moments=moments,
-        extra=extra,
-        extra_tensors=tensors,
-        scalars={} if optimizer is None else {key: dict(by_name) for key, by_name in optimizer.scalars.items()},
-    )
+    scalars = optimizer.scalars if optimizer is not None and rank == 0 else {}
+    shard = Shard(weights=weights, moments=moments, extra=extra, extra_tensors=tensors, scalars=scalars)
     names: list[str] = []
-    job = _job(work, shard)
     try:
-        files, pieces = write_rank_files(work.target, job, rank, work.form.world_size, names)
+        part = write_rank_files(work.target, _job(work, shard), rank, work.form.world_size, names)
     finally:
         work.begun += names
     for name in names:
         work.target.publish(name, work.form.token)
         work.files[name] = work.target.size(name) or 0
-    return pack(files, pieces, shard.scalars if rank == 0 else {})
+    return part.packed()
 
 
 def write_manifest(work: Conversion, packed: list[bytes]) -> None:
     """Write the manifest, which completes the checkpoint, from the packed parts of all ranks in rank order."""
     shard = Shard(weights=[], moments=[], extra={}, extra_tensors=[], scalars={})
-    document = manifest_of(work.target, _job(work, shard), packed)
-    data = manifest.dump(document)
+    data = manifest_bytes(joined(work.target, _job(work, shard), packed))
     work.begun.append(manifest.NAME)
     work.target.write(manifest.NAME, data, work.form.token)
     work.files[manifest.NAME] = len(data)
@@ -83,28 +76,21 @@ def _part(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
 
 def _job(work: Conversion, shard: Shard) -> SaveJob:
     source, form = work.source, work.form
-    weights = {name: t for name, t in source.weights().items() if name.rpartition(".")[2] != EXTRA_STATE}
+    shapes = {n: t.shape for n, t in source.weights().items() if n.rpartition(".")[2] != EXTRA_STATE}
     optimizer = source.optimizer
-    model = Model(
-        shapes={name: tensor.shape for name, tensor in weights.items()},
-        dtype=form.dtype,
-        aliases=dict(source.aliases),
-        frozen=sorted(source.frozen & weights.keys()),
-        left_out=sorted(source.left_out),
-        optimizer_class=None if optimizer is None else optimizer.class_name or "unknown",
-        groups=[] if optimizer is None else list(optimizer.groups),
+    about = replace(
+        source,
+        format="ort_zero",
+        root=work.target.path(),
+        tag=form.tag,
         step=source.step or 0,
         zero_stage=form.stage,
-        config=dict(source.config),
-    )
-    return SaveJob(
-        path=form.tag,
-        tag=form.tag,
-        save_id=form.token,
+        tensors=(),
+        files={},
+        frozen=source.frozen & shapes.keys(),
+        optimizer=optimizer and replace(optimizer, class_name=optimizer.class_name or "unknown", scalars={}),
+        dtype=form.dtype,
         run_id=uuid.uuid5(uuid.NAMESPACE_OID, form.token).hex,
-        suffix="",
-        save_latest=False,
-        durable=False,
-        model=model,
-        shard=shard,
+        save_id=form.token,
     )
+    return SaveJob(path=form.tag, about=about, shapes=shapes, suffix="", save_latest=False, durable=False, shard=shard)

@@ -7,7 +7,7 @@ import numpy as np
 from ort_zero.checkpoint.files.casting import cast
 from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.reads.checked_reads import overlaps
+from ort_zero.checkpoint.pieces import overlaps
 from ort_zero.checkpoint.records import Tensor
 
 _STEP = 1 << 18

@@ -113,7 +113,7 @@ def open_experts(folder: Folder, names: Iterable[str], files: StateFiles, trust_
         trust_pickle: let torch unpickle the files, which runs the code that they name.
 
     Raises:
-        CorruptCheckpointError: a file is missing, damaged or of another layer.
+        CorruptCheckpointError: a file is missing or damaged.
         CheckpointError: the experts were trained with ZeRO-3.
     """
     by_place: dict[tuple[int, int], str] = {}
@@ -125,11 +125,8 @@ def open_experts(folder: Folder, names: Iterable[str], files: StateFiles, trust_
         elif EXPERT_OPTIMIZER_FILE.fullmatch(name):
             optimizers.append(name)
     if files.stage == 3:
-        raise CheckpointError(
-            f"{folder.path(next(iter(by_place.values())))} is an expert under ZeRO-3, which ort_zero does not read"
-        )
+        raise CheckpointError(f"{folder.path()} has experts under ZeRO-3, which ort_zero does not read")
     _check_complete(folder, by_place, files.module.get("num_experts"))
-    _check_optimizers(folder, optimizers)
     experts = Experts(files)
     for (layer, _), name in sorted(by_place.items()):
         file = open_part(folder, name, trust_pickle)
@@ -146,33 +143,19 @@ def open_experts(folder: Folder, names: Iterable[str], files: StateFiles, trust_
 def _check_complete(folder: Folder, by_place: Mapping[tuple[int, int], str], num_experts: Any) -> None:
     """Raise CorruptCheckpointError if the file of an expert is missing, or there is a file too many."""
     layers = sorted({layer for layer, _ in by_place})
+    counts = dict.fromkeys(layers, num_experts) if isinstance(num_experts, int) else {}
     if isinstance(num_experts, list) and all(isinstance(n, int) for n in num_experts):
         counts = dict(enumerate(num_experts))
-    elif isinstance(num_experts, int):
-        counts = dict.fromkeys(layers, num_experts)
-    else:
-        counts = {layer: 1 + max(expert for at, expert in by_place if at == layer) for layer in layers}
-    example = next(iter(by_place.values()))
+    example = next(iter(by_place.values()), "layer_0_expert_0_mp_rank_00_model_states.pt")
     for layer in sorted({*counts, *layers}):
-        count = counts.get(layer, 0)
-        for expert in range(count):
-            if (layer, expert) not in by_place:
-                name = re.sub(r"layer_\d+_expert_\d+", f"layer_{layer}_expert_{expert}", example)
-                raise CorruptCheckpointError(f"{folder.path(name)} is missing: the layer has {count} experts")
-        for at, expert in by_place:
-            if at == layer and expert >= count:
-                raise CorruptCheckpointError(
-                    f"{folder.path(by_place[at, expert])} is one too many: the layer has {count} experts; remove it"
-                )
-
-
-def _check_optimizers(folder: Folder, names: Iterable[str]) -> None:
-    """Raise CorruptCheckpointError if a rank has no file of the experts' optimizer, but a later rank has one."""
-    by_rank = {int(match[1]): name for name in names if (match := EXPERT_OPTIMIZER_FILE.fullmatch(name))}
-    for rank in range(max(by_rank, default=-1)):
-        if rank not in by_rank:
-            name = re.sub(r"^expp_rank_\d+", f"expp_rank_{rank}", by_rank[max(by_rank)])
-            raise CorruptCheckpointError(f"{folder.path(name)} is missing: there are files of later ranks")
+        there = sorted(expert for at, expert in by_place if at == layer)
+        count = counts.get(layer, 1 + max(there, default=-1))
+        missing = next((expert for expert in range(count) if (layer, expert) not in by_place), None)
+        wrong = missing if missing is not None else next((expert for expert in there if expert >= count), None)
+        if wrong is not None:
+            name = re.sub(r"layer_\d+_expert_\d+", f"layer_{layer}_expert_{wrong}", example)
+            is_there = "is missing" if missing is not None else "is one too many; remove it"
+            raise CorruptCheckpointError(f"{folder.path(name)} {is_there}: the layer has {count} experts")
 
 
 def is_expert(name: str) -> bool:

@@ -6,7 +6,7 @@ import json
 import struct
 from typing import Any
 
-from ort_zero.checkpoint.deepspeed.partitioning import FlatLayout, Flats, Partitioning, flat_tensors
+from ort_zero.checkpoint.deepspeed.partitioning import FlatLayout, Flats, flat_tensors, masters_of
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, zero_state
 from ort_zero.checkpoint.records import Optimizer, ParamGroup, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
@@ -19,43 +19,45 @@ State = dict[str, Any]
 """The optimizer's state of one flat tensor, by name: "exp_avg", "step", ..."""
 
 
-def read_optimizer(files: StateFiles, partitioning: Partitioning, layout: FlatLayout) -> tuple[Optimizer, list[Tensor]]:
+def read_optimizer(files: StateFiles, layout: FlatLayout) -> tuple[Optimizer, list[Tensor]]:
     """Return the optimizer's numbers and hyper-parameters, and the tensors of its state.
 
     Raises:
-        CorruptCheckpointError: the ranks' files are of different steps or runs, or a number is damaged.
+        CorruptCheckpointError: the ranks' files are of different steps, or a number is damaged.
         CheckpointError: a number has an unexpected dtype.
     """
-    inner = [_inner_state(files, partitioning, file) for file in files.optimizers]
+    inner = [_inner_state(files, file) for file in files.optimizers]
     scalars = [[_scalars(files, file, state) for state in states] for file, (states, _) in zip(files.optimizers, inner)]
-    _check_steps(files, scalars)
-    options = {
-        file: [group_options(files, file, group) for group in groups]
-        for file, (_, groups) in zip(files.optimizers, inner)
-    }
-    plain = {file: [json.dumps(values, sort_keys=True) for values, _ in rows] for file, rows in options.items()}
-    if not partitioning.orders_groups:
-        plain = {file: sorted(rows) for file, rows in plain.items()}
-    files.check_same("run (hyper-parameters)", plain)
-    moments = _moments(files, partitioning, layout, [states for states, _ in inner])
+    steps = {file: tuple(state.get("step") for state in states) for file, states in zip(files.optimizers, scalars)}
+    files.check_same("step", steps)
+    engine_steps = float(files.module.get("global_steps", 0) - files.module.get("skipped_steps", 0))
+    if {state["step"] for state in scalars[0] if state.get("step")} - {engine_steps}:
+        files.notes.append(
+            f"the optimizer made other steps than {files.modules[0].file.name} counts ({engine_steps:g}): the files "
+            "are of different saves, unless the optimizer was started anew"
+        )
+    moments = _moments(files, layout, [states for states, _ in inner])
     named: dict[str, dict[str, float]] = {}
+    members: dict[int, list[str]] = {}
     for name, number in layout.number_of.items():
+        members.setdefault(number, []).append(name)
         for key, value in (scalars[0][number] if number < len(scalars[0]) else {}).items():
             named.setdefault(key, {})[name] = value
-    config = files.optimizers[0].content.get("ds_config")
-    chosen = config.get("optimizer") if isinstance(config, dict) else None
-    optimizer = Optimizer(
-        class_name=chosen.get("type") if isinstance(chosen, dict) else None,
-        groups=_param_groups(files, layout, next(iter(options.values()))),
-        scalars=named,
+    options = [group_options(files, files.optimizers[0], group) for group in inner[0][1]]
+    if not options:  # "elastic" checkpoints have none
+        files.notes.append("it holds no hyper-parameters of the optimizer")
+        options = [({}, [number]) for number in sorted(members)]
+    groups = tuple(
+        ParamGroup(names=tuple(name for number in numbers for name in members.get(number, ())), options=values)
+        for values, numbers in options
     )
-    return optimizer, moments
+    return Optimizer(class_name=files.optimizer_class(), groups=groups, scalars=named), moments
 
 
-def _inner_state(files: StateFiles, partitioning: Partitioning, file: TorchFile) -> tuple[list[State], list[dict]]:
+def _inner_state(files: StateFiles, file: TorchFile) -> tuple[list[State], list[dict]]:
     """Return the inner optimizer's state of each flat tensor, and its parameter groups."""
     zero = zero_state(file)
-    inner = zero.get(partitioning.inner_optimizer_key)
+    inner = zero.get("optimizer_state_dict" if files.stage == 3 else "base_optimizer_state")
     if isinstance(inner, list):
         step = zero.get("base_optimizer_state_step")
         return [{**state, **({} if step is None else {"step": step})} for state in inner], []
@@ -67,23 +69,6 @@ def _inner_state(files: StateFiles, partitioning: Partitioning, file: TorchFile)
     state = inner["state"]
     count = 1 + max((number for number in (*state, *steps) if isinstance(number, int)), default=-1)
     return [{**({"step": steps[n]} if n in steps else {}), **state.get(n, {})} for n in range(count)], groups
-
-
-# ---- numbers --------------------------------------------------------------------------------------------------------
-
-
-def _check_steps(files: StateFiles, scalars: list[list[dict[str, float]]]) -> None:
-    """Raise if the ranks made different numbers of steps; add a note if the engine counted another number."""
-    steps = {file: tuple(state.get("step") for state in states) for file, states in zip(files.optimizers, scalars)}
-    engine_steps = files.module.get("global_steps", 0) - files.module.get("skipped_steps", 0)
-    files.check_same("step", steps, expected=(float(engine_steps),) * len(scalars[0]))
-    optimizer_steps = {step for state in scalars[0] for step in (state.get("step"),) if step}
-    if optimizer_steps and optimizer_steps != {float(engine_steps)}:
-        listed = ", ".join(f"{step:g}" for step in sorted(optimizer_steps))
-        files.notes.append(
-            f"the optimizer made {listed} steps, {files.modules[0].file.name} counts {engine_steps}: the files are of "
-            "different saves, unless the optimizer was started anew"
-        )
 
 
 def _scalars(files: StateFiles, file: TorchFile, state: State) -> dict[str, float]:
@@ -116,9 +101,6 @@ def number_of(files: StateFiles, file: TorchFile, stored: StoredTensor, what: st
     return struct.unpack(_FORMATS[code], raw)[0]
 
 
-# ---- hyper-parameters -----------------------------------------------------------------------------------------------
-
-
 def group_options(files: StateFiles, file: TorchFile, group: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     """Return the hyper-parameters of a parameter group as JSON values, and the numbers of its flat tensors."""
     values = {}
@@ -134,27 +116,7 @@ def group_options(files: StateFiles, file: TorchFile, group: dict[str, Any]) -> 
     return values, list(group.get("params", ()))
 
 
-def _param_groups(
-    files: StateFiles, layout: FlatLayout, options: list[tuple[dict[str, Any], list[int]]]
-) -> tuple[ParamGroup, ...]:
-    names: dict[int, list[str]] = {}
-    for name, number in layout.number_of.items():
-        names.setdefault(number, []).append(name)
-    if not options:  # "elastic" checkpoints have none
-        files.notes.append("it holds no hyper-parameters of the optimizer")
-        options = [({}, [number]) for number in sorted(names)]
-    return tuple(
-        ParamGroup(names=tuple(n for number in numbers for n in names.get(number, ())), options=values)
-        for values, numbers in options
-    )
-
-
-# ---- moments --------------------------------------------------------------------------------------------------------
-
-
-def _moments(
-    files: StateFiles, partitioning: Partitioning, layout: FlatLayout, states: list[list[State]]
-) -> list[Tensor]:
+def _moments(files: StateFiles, layout: FlatLayout, states: list[list[State]]) -> list[Tensor]:
     """Return the optimizer states that have one value per element, as tensors; add a note for each other state."""
     kinds = dict.fromkeys(
         key
@@ -163,27 +125,29 @@ def _moments(
         for key, value in state.items()
         if isinstance(value, StoredTensor) and value.shape
     )
-    masters = [partitioning.masters(file) for file in files.optimizers]
+    masters = [masters_of(files, file) for file in files.optimizers]
     tensors: list[Tensor] = []
     for kind in kinds:
         flats: list[Flats] = [
             {n: state[kind] for n, state in enumerate(rank_states) if kind in state} for rank_states in states
         ]
-        parts = {(rank, n): _is_per_element(flat[n], masters[rank][n]) for rank, flat in enumerate(flats) for n in flat}
-        if all(parts.values()):
+        # a state may be padded to the size of a part where the master is not, hence "at least"; one of a part with a
+        # single element does not tell
+        fits = {
+            (rank, n): isinstance(stored, StoredTensor) and len(stored.shape) == 1 and stored.shape[0] >= size
+            for rank, flat in enumerate(flats)
+            for n, stored in flat.items()
+            for size in masters[rank][n].shape
+        }
+        if all(fits.values()):
             tensors += flat_tensors(files, layout, kind, flats)
-        elif any(parts[place] for place in parts if masters[place[0]][place[1]].shape[0] > 1):
-            rank, n = next(place for place, right in parts.items() if not right)
-            shape = list(getattr(flats[rank][n], "shape", ()))
+        elif any(fits[rank, n] for rank, n in fits if masters[rank][n].shape[0] > 1):
+            rank, n = next(place for place, right in fits.items() if not right)
             raise CorruptCheckpointError(
-                f"{files.path(files.optimizers[rank])} is damaged: its state {kind!r} has the shape {shape}, its part "
-                f"of the parameters {list(masters[rank][n].shape)}"
+                f"{files.path(files.optimizers[rank])} is damaged: its state {kind!r} has the shape "
+                f"{list(getattr(flats[rank][n], 'shape', ()))}, its part of the parameters "
+                f"{list(masters[rank][n].shape)}"
             )
         else:
             files.notes.append(f"the optimizer's state {kind!r} has no value per element and is left out")
     return tensors
-
-
-def _is_per_element(stored: Any, master: StoredTensor) -> bool:
-    # a state may be padded to the size of a part where the master is not, hence "at least"
-    return isinstance(stored, StoredTensor) and len(stored.shape) == 1 and stored.shape[0] >= master.shape[0]

@@ -10,7 +10,7 @@ from typing import Any
 from ort_zero.checkpoint.deepspeed.experts import Experts, is_expert
 from ort_zero.checkpoint.deepspeed.inner_optimizer import read_optimizer
 from ort_zero.checkpoint.deepspeed.module_state import ModuleState
-from ort_zero.checkpoint.deepspeed.partitioning import Partitioning, Zero3, Zero12, flat_tensors
+from ort_zero.checkpoint.deepspeed.partitioning import flat_tensors, layout_of, masters_of
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles
 from ort_zero.checkpoint.files.dtypes import is_floating
 from ort_zero.checkpoint.files.storage import Folder
@@ -85,13 +85,11 @@ def read_model_rank(
     optimizer: Optimizer | None = None
     shapes: dict[str, tuple[int, ...]] = {}
     if files.optimizers:
-        partitioning: Partitioning = Zero3(files) if files.stage == 3 else Zero12(files, experts)
-        layout = partitioning.layout()
+        layout = layout_of(files, experts)
         shapes = layout.shapes
         module = ModuleState(files, list(shapes))
-        partitioning.check(layout)
-        tensors += flat_tensors(files, layout, MASTER, [partitioning.masters(file) for file in files.optimizers])
-        optimizer, moments = read_optimizer(files, partitioning, layout)
+        tensors += flat_tensors(files, layout, MASTER, [masters_of(files, file) for file in files.optimizers])
+        optimizer, moments = read_optimizer(files, layout)
         if files.stage < 3 and is_whole:
             tensors += module.weights_unlike_masters(tensors, optimizer)
         tensors += moments

@@ -8,13 +8,11 @@ the whole model, as in ``PipelineModule.state_dict()``, they are named ``N.<name
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from ort_zero.checkpoint.deepspeed.compare_values import same_values
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, joined_optimizers, untrained
-from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part, whole_tensor, zero_state
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, whole_tensor, zero_state
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
@@ -22,16 +20,6 @@ from ort_zero.checkpoint.torch_file import TorchFile
 from ort_zero.errors import CorruptCheckpointError
 
 _TIED = "tied_modules."
-
-
-def open_layers(folder: Folder, layers: Mapping[int, str], trust_pickle: bool) -> dict[int, TorchFile]:
-    """Return the opened files of layers by the number of the layer.
-
-    Raises:
-        CorruptCheckpointError: a file is damaged, or is not a layer's file.
-        CheckpointError: a file cannot be read.
-    """
-    return {number: open_part(folder, name, trust_pickle) for number, name in layers.items()}
 
 
 def add_shapes(states: StateFiles, layers: Mapping[int, TorchFile]) -> None:
@@ -72,7 +60,6 @@ def join_stages(stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> Mod
     notes = [note for stage in stages for note in stage.notes]
     tensors = _trained(stages, notes)
     _check_layers(first.folder, stages, tensors, opened)
-    _check_optimizers(first.folder, stages, opened)
     tensors += _untrained_tensors(first.states, stages, tensors, opened, notes)
     gaps = _gaps(opened)
     if gaps:
@@ -143,36 +130,6 @@ def _check_layers(
             raise CorruptCheckpointError(
                 f"{folder.path(file.file.name)} belongs to another run: it has no {inner_name} of the stages' shape"
             )
-
-
-def _check_optimizers(folder: Folder, stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> None:
-    """Raise CorruptCheckpointError if optimizers without ZeRO keep states of parameters that no layer's file holds.
-
-    Without ZeRO nothing else in the files tells the number of layers.
-    """
-    stored_shapes = Counter(
-        stored.shape for file in opened.values() for stored in file.content.values() if isinstance(stored, StoredTensor)
-    )
-    trained = Counter(shape for stage in stages for shape in _trained_shapes(stage.module.get("optimizer")))
-    unsaved = list((trained - stored_shapes).elements())
-    if unsaved:
-        raise CorruptCheckpointError(
-            f"{folder.path()}: a file of a layer (layer_*-model_states.pt) is missing: the optimizer keeps states of "
-            f"{len(unsaved)} parameters, such as one of shape {list(unsaved[0])}, that are in none of the files"
-        )
-
-
-def _trained_shapes(saved: Any) -> Iterator[tuple[int, ...]]:
-    """Yield the shape of each parameter of which an optimizer without ZeRO saved states."""
-    if not isinstance(saved, dict) or "fp32_groups_flat" in saved:  # a state there covers several parameters
-        return
-    inner = saved.get("optimizer_state_dict", saved)
-    states = inner.get("state") if isinstance(inner, dict) else None
-    for state in states.values() if isinstance(states, dict) else ():
-        values = state.values() if isinstance(state, dict) else ()
-        shape = next((value.shape for value in values if isinstance(value, StoredTensor) and value.shape), None)
-        if shape is not None:
-            yield shape
 
 
 def _untrained_tensors(

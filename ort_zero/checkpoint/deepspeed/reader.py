@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from ort_zero.checkpoint.deepspeed import universal
 from ort_zero.checkpoint.deepspeed.experts import open_experts
 from ort_zero.checkpoint.deepspeed.file_names import (
     EXPERT_FILE,
     EXPERT_OPTIMIZER_FILE,
+    LAYER_FILE,
     OPTIMIZER_FILE,
     UNIVERSAL_FOLDER,
     WAY_OUT,
@@ -20,11 +22,10 @@ from ort_zero.checkpoint.deepspeed.file_names import (
     zero3_module_names,
 )
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, read_model_rank
-from ort_zero.checkpoint.deepspeed.pipeline import add_shapes, join_stages, open_layers
+from ort_zero.checkpoint.deepspeed.pipeline import add_shapes, join_stages
 from ort_zero.checkpoint.deepspeed.split_rules import Rule, parse_rules
-from ort_zero.checkpoint.deepspeed.state_files import StateFiles, configured_stage, open_state_files
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, configured_stage, open_part, open_state_files
 from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
-from ort_zero.checkpoint.deepspeed.topology import Topology, find_topology
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.model_files.config_files import config_files_beside
 from ort_zero.checkpoint.records import Source
@@ -32,7 +33,7 @@ from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 
 def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Source:
-    """Return the checkpoint in `folder`, having checked that its files belong together.
+    """Return the checkpoint in `folder`, having checked that none of its files is missing.
 
     Args:
         folder: the folder of one tag.
@@ -41,7 +42,7 @@ def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequenc
             without a match, the checkpoint decides.
 
     Raises:
-        CorruptCheckpointError: a file is missing, too many, damaged, or of another step, run or world size.
+        CorruptCheckpointError: a file is missing, too many, damaged, renamed, or of another step or world size.
         CheckpointError: ort_zero does not read the checkpoint: experts spread by AutoEP, an optimizer on NVMe, classes
             that DeepSpeed does not write, an unknown dtype, an unknown tensor-parallel split.
     """
@@ -50,7 +51,12 @@ def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequenc
     refuse_unsupported(folder, names)
     layers = layer_files(names)
     universal_files = is_universal(folder, names)
-    _refuse_mixed_kinds(folder, names, layers, universal_files)
+    sharded = next((name for name in names if OPTIMIZER_FILE.fullmatch(name) or LAYER_FILE.fullmatch(name)), None)
+    if universal_files and sharded:
+        raise CorruptCheckpointError(
+            f"{folder.path(UNIVERSAL_FOLDER)} is of a universal checkpoint, {sharded} beside it is not: files of two "
+            "checkpoints are mixed"
+        )
     zero3_modules = zero3_module_names(names) if universal_files else []
     by_rank = names_by_model_rank(name for name in names if name not in zero3_modules) or {0: []}
     pipeline = None if universal_files else bool(layers)
@@ -60,7 +66,8 @@ def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequenc
     }
     topology = find_topology(files, layers if not universal_files else {})
     if universal_files:
-        rank = universal.read_universal(folder, files, topology, trust_pickle, rules, _config(folder), zero3_modules)
+        degree = topology.tensor_degree
+        rank = universal.read_universal(folder, files, degree, trust_pickle, rules, _config(folder), zero3_modules)
     else:
         rank = _joined(folder, names, files, layers, topology, trust_pickle, rules)
     names_read = {*(tensor.name for tensor in rank.tensors), *rank.aliases, *rank.frozen}
@@ -73,7 +80,7 @@ def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequenc
         root=folder.url,
         tag=folder.name,
         step=rank.module.get("global_steps"),
-        world_size=rank.states.world_size * topology.model_ranks,
+        world_size=rank.states.world_size * len(files),
         zero_stage=stage,
         tensors=tuple(rank.tensors),
         files={file.file.name: file.file for file in rank.files},
@@ -85,24 +92,57 @@ def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequenc
     )
 
 
-def _refuse_mixed_kinds(folder: Folder, names: Sequence[str], layers: object, is_universal: bool) -> None:
-    """Raise if the files are of kinds that DeepSpeed does not write together.
+class Topology(NamedTuple):
+    """The degrees of pipeline and tensor parallelism; model rank = stage * `tensor_degree` + tensor-parallel rank."""
+
+    stages: int
+    tensor_degree: int
+
+
+def find_topology(files: Mapping[int, StateFiles], layers: Mapping[int, Mapping[int, str]]) -> Topology:
+    """Return the topology of the run that wrote the files, having checked that no model rank or layer is missing.
+
+    Args:
+        files: the files of each model rank.
+        layers: the layers' files of each tensor-parallel rank of a pipeline.
 
     Raises:
-        CorruptCheckpointError: two such kinds are mixed; names one file.
+        CorruptCheckpointError: files of a model rank or of a layer are missing, or are too many.
     """
-    expert = next((name for name in names if EXPERT_FILE.fullmatch(name)), None)
-    optimizer = next((name for name in names if EXPERT_OPTIMIZER_FILE.fullmatch(name)), None)
-    if optimizer is not None and expert is None:
+    first = next(iter(files.values()))
+    dimensions = first.module.get("checkpoint_parallel_dimensions")
+    degree = dimensions.get("tp_degree") if isinstance(dimensions, dict) else None
+    count = first.module.get("mp_world_size")
+    if not isinstance(count, int) or count < 1:
+        count = len(files)
+    if layers:
+        degree = len(layers)
+    elif not isinstance(degree, int) or degree < 1:  # early versions of DeepSpeed do not note it
+        # the tensor-parallel ranks of one pipeline stage have the same parameters
+        trained = [[list(group) for group in states.param_shapes() or ()] for states in files.values()]
+        degree = min(trained.count(trained[0]), count) if any(trained) else count
+    count = max(count, degree)
+    folder = first.folder
+    for rank in range(count):
+        if rank not in files:
+            raise CorruptCheckpointError(
+                f"{folder.path(f'mp_rank_{rank:02d}_model_states.pt')} is missing: "
+                f"{count} model-parallel ranks wrote this checkpoint"
+            )
+    if len(files) > count or count % degree:
         raise CorruptCheckpointError(
-            f"{folder.path(optimizer)} belongs to a mixture of experts, but no file of an expert is there"
+            f"{folder.path(f'mp_rank_{max(files):02d}_model_states.pt')} is one too many: {count} model-parallel ranks "
+            "wrote this checkpoint; remove it"
         )
-    sharded = next((name for name in names if OPTIMIZER_FILE.fullmatch(name)), None) or expert
-    if is_universal and (sharded or layers):
-        raise CorruptCheckpointError(
-            f"{folder.path(UNIVERSAL_FOLDER)} is of a universal checkpoint, {sharded or 'layer_*'} beside it is not: "
-            "files of two checkpoints are mixed"
-        )
+    every = {number: name for of_rank in layers.values() for number, name in of_rank.items()}
+    for rank, of_rank in enumerate(layers.get(rank, {}) for rank in range(len(layers))):
+        for number, example in every.items():
+            if number not in of_rank:
+                name = f"layer_{number:02d}-model_{rank:02d}-model_states.pt" if "-model_" in example else example
+                raise CorruptCheckpointError(f"{folder.path(name)} is missing: other ranks have this layer")
+    modules = [states.modules[0] for states in files.values()]
+    first.check_same("global step", {file: file.content.get("global_steps") for file in modules})
+    return Topology(count // degree, degree)
 
 
 def _joined(
@@ -116,19 +156,22 @@ def _joined(
 ) -> ModelRank:
     """Return the whole model, joined from one or more model ranks."""
     experts = None
-    if any(EXPERT_FILE.fullmatch(name) for name in names):
-        if topology.model_ranks > 1:
+    if any(EXPERT_FILE.fullmatch(name) or EXPERT_OPTIMIZER_FILE.fullmatch(name) for name in names):
+        if len(files) > 1:
             raise CheckpointError(
                 f"{folder.path()} has experts together with tensor or pipeline parallelism, "
                 f"which ort_zero does not read; {WAY_OUT}"
             )
         experts = open_experts(folder, names, files[0], trust_pickle)
     degree = topology.tensor_degree
-    opened = {rank: open_layers(folder, names_of_rank, trust_pickle) for rank, names_of_rank in layers.items()}
+    opened = {
+        rank: {number: open_part(folder, name, trust_pickle) for number, name in of_rank.items()}
+        for rank, of_rank in layers.items()
+    }
     for number, states in files.items():
         if opened:
             add_shapes(states, opened[number % degree])
-    is_whole = topology.model_ranks == 1 and not layers and experts is None
+    is_whole = len(files) == 1 and not layers and experts is None
     ranks = [read_model_rank(number, states, experts, is_whole=is_whole) for number, states in files.items()]
     if layers:
         ranks = [join_stages(ranks[number::degree], opened[number]) for number in range(degree)]

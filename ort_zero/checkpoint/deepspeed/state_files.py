@@ -1,4 +1,4 @@
-"""Open DeepSpeed's state files, and check that they are of one save: world size, stage, step, file names."""
+"""Open DeepSpeed's state files: module and optimizer states of one model rank, files of layers and experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ort_zero.checkpoint.deepspeed.file_names import (
 )
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.piece_runs import check_cover
+from ort_zero.checkpoint.pieces import check_cover
 from ort_zero.checkpoint.records import MAX_NAMED, Piece, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import Contents, TorchFile, open_torch_file
@@ -29,18 +29,13 @@ from ort_zero.utils.text import shortened
 
 _NEVER_READ = ("deepspeed.", "torch.")
 """Packages whose objects in DeepSpeed's files no reader needs, such as loss scalers."""
-
-_SAME_ON_ALL_RANKS = (
-    ("number of samples", "global_samples"),
-    ("number of skipped steps", "skipped_steps"),
-    ("learning rate schedule's state", "lr_scheduler"),
-)
-"""(name in messages, key) of the values that are equal in all files of module states."""
+ShapesOfGroups = list[dict[str, tuple[int, ...]]]
+"""Shapes of the trained parameters by name, for each parameter group (sub-group for ZeRO-3)."""
 
 
 @dataclass
 class StateFiles:
-    """The opened files of one checkpoint, by rank."""
+    """The opened files of one model rank."""
 
     folder: Folder
     modules: list[TorchFile]
@@ -68,25 +63,12 @@ class StateFiles:
         """Return the error for a file that does not fit the others."""
         return CorruptCheckpointError(f"{self.path(file)} belongs to another run or another world size: {why}")
 
-    def check_same(self, what: str, values: Mapping[TorchFile, Any], expected: Any = None) -> None:
-        """Raise if the files have different values; the error names a file that differs from most others.
-
-        Args:
-            what: name of the value in the message.
-            values: value of each file.
-            expected: the value to trust if two values are equally frequent.
-
-        Raises:
-            CorruptCheckpointError: the values differ.
-        """
-        counts = Counter(repr(value) for value in values.values())
-        if len(counts) <= 1:
-            return
-        common, number = counts.most_common(1)[0]
-        if counts.get(repr(expected)) == number:
-            common = repr(expected)
-        file, value = next((f, v) for f, v in values.items() if repr(v) != common)
-        raise CorruptCheckpointError(f"{self.path(file)} is of another {what}: {value!r}, the others have {common}")
+    def check_same(self, what: str, values: Mapping[TorchFile, Any]) -> None:
+        """Raise CorruptCheckpointError if the files have different values; it names a file that differs from most."""
+        common = Counter(map(repr, values.values())).most_common(1)[0][0] if values else ""
+        for file, value in values.items():
+            if repr(value) != common:
+                raise CorruptCheckpointError(f"{self.path(file)} is of another {what}: {value!r}, others have {common}")
 
     def dtype_code(self, file: TorchFile, stored: StoredTensor, what: str) -> str:
         """Return the code of safetensors for the dtype of a tensor.
@@ -98,6 +80,23 @@ class StateFiles:
             return dtypes.code_of(stored.dtype)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path(file)}: {what}: {error}") from None
+
+    def param_shapes(self) -> ShapesOfGroups | None:
+        """Return the shapes of the trained parameters that the file of module states notes, None if it notes none."""
+        noted = self.module.get("param_shapes")
+        if not noted:
+            return None
+        groups = [noted] if isinstance(noted, dict) else noted
+        return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+
+    def optimizer_class(self) -> str | None:
+        """Return the name of the optimizer's class in DeepSpeed's configuration, None for an optimizer of the user."""
+        for file in (*self.optimizers[:1], *self.modules[:1]):
+            config = file.content.get("ds_config")
+            chosen = config.get("optimizer") if isinstance(config, dict) else None
+            if isinstance(chosen, dict):
+                return chosen.get("type")
+        return None
 
 
 def zero_state(file: TorchFile) -> dict[str, Any]:
@@ -124,30 +123,23 @@ def whole_tensor(files: StateFiles, file: TorchFile, name: str, kind: str, store
         CheckpointError: the dtype is unknown.
         CorruptCheckpointError: the stored bytes do not cover the tensor.
     """
+    span, strides, step = math.prod(stored.shape), None, 1
+    for size, stride in zip(reversed(stored.shape), reversed(stored.strides)):
+        if span and size != 1 and stride != step:  # not row-major
+            strides = stored.strides
+        step *= size
+    if strides is not None:
+        span = sum((n - 1) * s for n, s in zip(stored.shape, strides)) + 1
+    pieces = (Piece(file.file.name, stored.offset, span * stored.itemsize, 0),) if span else ()
     code = files.dtype_code(file, stored, name)
-    size, strides = stored.itemsize, None
-    span = math.prod(stored.shape)
-    if span and not _is_row_major(stored):
-        span = sum((n - 1) * s for n, s in zip(stored.shape, stored.strides)) + 1
-        strides = stored.strides
-    pieces = (Piece(file.file.name, stored.offset, span * size, 0),) if span else ()
     tensor = Tensor(name=name, kind=kind, dtype=code, shape=stored.shape, pieces=pieces, strides=strides)
     return covered(tensor, files.path(file))
-
-
-def _is_row_major(stored: StoredTensor) -> bool:
-    step = 1
-    for size, stride in zip(reversed(stored.shape), reversed(stored.strides)):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
 
 
 def open_state_files(
     folder: Folder, names: Sequence[str], trust_pickle: bool, *, model_rank: int = 0, pipeline: bool | None = False
 ) -> StateFiles:
-    """Return the files of one model rank of one tag, having checked that they belong together.
+    """Return the files of one model rank of one tag.
 
     Args:
         folder: folder of the tag.
@@ -157,7 +149,7 @@ def open_state_files(
         pipeline: True if files of layers have the module, False if the module file has it, None if either may be.
 
     Raises:
-        CorruptCheckpointError: a file is missing, too many, damaged, or of another step, run or world size.
+        CorruptCheckpointError: a file is missing, too many, damaged, renamed, or of another world size or step.
         CheckpointError: ort_zero does not read the kind of parallelism, or a class in the files.
     """
     optimizer_names = names_by_rank(folder, names, OPTIMIZER_FILE)
@@ -170,9 +162,9 @@ def open_state_files(
         )
     if not rank_names and not module_names:
         raise CorruptCheckpointError(f"{folder.path(f'mp_rank_{model_rank:02d}_model_states.pt')} is missing")
-    shared_contents: Contents = {}
+    shared: Contents = {}
     opened = {
-        name: open_states(folder, name, trust_pickle, pipeline, shared_contents)
+        name: open_states(folder, name, trust_pickle, pipeline, shared)
         for name in (*module_names, *rank_names.values(), *optimizer_names.values())
     }
     world_size = _world_size(folder, opened, max(len(optimizer_names), len(rank_names), 1))
@@ -185,15 +177,10 @@ def open_state_files(
         stage=0,
         world_size=world_size,
     )
-    for file in (*files.modules, *files.optimizers):
-        _check_saved_name(folder, file)
     files.stage = _stage(files)
-    check_one_save(files)
-    shapes = files.module.get("param_shapes")
-    other = next((file for file in files.modules if file.content.get("param_shapes") != shapes), None)
-    if other is not None:
-        raise files.foreign(other, "it has other parameters or shapes than rank 0's file")
-    files.notes += notes_on((*files.modules, *files.optimizers))
+    files.check_same("global step", {file: file.content.get("global_steps") for file in files.modules})
+    files.check_same("set of parameters", {file: file.content.get("param_shapes") for file in files.modules})
+    files.notes += notes_on(list(opened.values()))
     return files
 
 
@@ -210,22 +197,28 @@ def notes_on(opened: Sequence[TorchFile]) -> Iterator[str]:
         yield f"files without checksums, in which damage to the data is not noticed: {shortened(unchecked, 3)}"
 
 
-def open_part(folder: Folder, name: str, trust_pickle: bool) -> TorchFile:
-    """Return an opened file of one layer or one expert: a dictionary of tensors by name.
+def open_part(folder: Folder, name: str, trust_pickle: bool, shared: Contents | None = None) -> TorchFile:
+    """Return an opened file of DeepSpeed, a dictionary: of one layer or one expert, or of states.
 
     Raises:
-        CorruptCheckpointError: the file is damaged, of another kind, or was written under another name.
+        CorruptCheckpointError: the file is damaged, of another kind, or was written under the name of another rank.
         CheckpointError: ort_zero does not read a class in the file.
     """
-    file = open_torch_file(folder, name, trust_pickle)
+    file = open_torch_file(folder, name, trust_pickle, shared)
     if not isinstance(file.content, dict):
         raise CorruptCheckpointError(f"{folder.path(name)} is not a file of DeepSpeed's: it holds no state_dict")
-    _check_saved_name(folder, file)
+    if saved_under_other_name(file.saved_as, name):
+        match = re.search(r"rank_(\d+)", file.saved_as)
+        whose = f"rank {match.group(1)}'s" if match else "another"
+        raise CorruptCheckpointError(
+            f"{folder.path(name)} is {whose} file: it was written as {file.saved_as}.pt, then renamed or swapped with "
+            "another"
+        )
     return file
 
 
 def open_states(
-    folder: Folder, name: str, trust_pickle: bool, pipeline: bool | None = None, shared_contents: Contents | None = None
+    folder: Folder, name: str, trust_pickle: bool, pipeline: bool | None = None, shared: Contents | None = None
 ) -> TorchFile:
     """Return one opened file of module or optimizer states.
 
@@ -234,112 +227,66 @@ def open_states(
         name: name of the file.
         trust_pickle: let torch unpickle the file, which runs the code that it names.
         pipeline: see :func:`open_state_files`.
-        shared_contents: contents of other files of the tag; files with the same pickle share one content.
+        shared: contents of other files of the tag; files with the same pickle share one content.
 
     Raises:
         CorruptCheckpointError: the file is damaged, no file of states, or was written under another name.
         CheckpointError: ort_zero does not read the kind of parallelism, or a class in the file.
     """
-    file = open_torch_file(folder, name, trust_pickle, shared_contents)
+    file = open_part(folder, name, trust_pickle, shared)
     key, kind = ("module", "module") if name.endswith("_model_states.pt") else ("optimizer_state_dict", "optimizer")
-    module = file.content.get(key, 0) if isinstance(file.content, dict) else 0
-    if key == "module" and module is None:
+    if key == "module" and file.content.get(key, 0) is None:
         if pipeline is False:
             raise CorruptCheckpointError(
                 f"{folder.path(name)} is of a pipeline, but no file of a layer (layer_00-model_states.pt) is there"
             )
         file = replace(file, content={**file.content, "module": {}})
-    if not isinstance(file.content, dict) or not isinstance(file.content.get(key), dict):
-        raise CorruptCheckpointError(
-            f"{folder.path(name)} is not a file of DeepSpeed's {kind} states: no {key!r} in it"
-        )
-    if pipeline and key == "module" and module is not None:
+    elif pipeline and key == "module":
         raise CorruptCheckpointError(
             f"{folder.path(name)} holds a whole module, so the files of a pipeline (layer_*) here are of another "
             "checkpoint"
         )
-    for where in ("ds_autoep_layers", "autoep_layers"):
-        if file.content.get(where):
-            raise CheckpointError(
-                f"{folder.path(name)} has experts spread by AutoEP, which ort_zero does not read; {WAY_OUT}"
-            )
-    return file
-
-
-# ---- checks that all files are of one save --------------------------------------------------------------------------
-
-
-def check_one_save(files: StateFiles) -> None:
-    """Raise CorruptCheckpointError if a file is of another save."""
-    every = (*files.modules, *files.optimizers)
-    files.check_same("ds_version", {file: file.content.get("ds_version") for file in every})
-    for what, key in (("global step", "global_steps"), *_SAME_ON_ALL_RANKS):
-        files.check_same(what, {file: file.content.get(key) for file in files.modules})
-
-
-def _check_saved_name(folder: Folder, file: TorchFile) -> None:
-    """Raise if the file says that it was written under the name of another rank."""
-    if saved_under_other_name(file.saved_as, file.file.name):
-        match = re.search(r"rank_(\d+)", file.saved_as)
-        whose = f"rank {match.group(1)}'s" if match else "another"
+    if not isinstance(file.content.get(key), dict):
         raise CorruptCheckpointError(
-            f"{folder.path(file.file.name)} is {whose} file: it was written as {file.saved_as}.pt, "
-            "then renamed or swapped with another"
+            f"{folder.path(name)} is not a file of DeepSpeed's {kind} states: no {key!r} in it"
         )
+    if file.content.get("ds_autoep_layers") or file.content.get("autoep_layers"):
+        raise CheckpointError(
+            f"{folder.path(name)} has experts spread by AutoEP, which ort_zero does not read; {WAY_OUT}"
+        )
+    return file
 
 
 def _world_size(folder: Folder, opened: Mapping[str, TorchFile], default: int) -> int:
     """Return the world size of the run that wrote the files; `default` if no file states it."""
     stated: dict[str, int] = {}
     for name, file in opened.items():
-        count = (
-            _partition_count(folder.path(name), file)
-            if "optimizer_state_dict" in file.content
-            else file.content.get("dp_world_size")
-        )
+        count = file.content.get("dp_world_size")
+        if "optimizer_state_dict" in file.content:
+            count = zero_state(file).get("partition_count")
+        if isinstance(count, list):  # one for each parameter group; experts are cut over fewer ranks
+            count = max(count, default=None)
         if isinstance(count, int):
             stated[name] = count
     if not stated:
         return default
-    (world_size, _), *others = Counter(stated.values()).most_common()
-    if others:
-        name = next(name for name, count in stated.items() if count != world_size)
-        raise CorruptCheckpointError(
-            f"{folder.path(name)} is of another world size: it was written by {stated[name]} ranks, "
-            f"the others by {world_size}"
-        )
+    world_size = Counter(stated.values()).most_common(1)[0][0]
+    for name, count in stated.items():
+        if count != world_size:
+            raise CorruptCheckpointError(
+                f"{folder.path(name)} is of another world size: it was written by {count} ranks, the others by "
+                f"{world_size}"
+            )
     return world_size
 
 
-def _partition_count(path: str, file: TorchFile) -> int | None:
-    """Return the number of ranks over which the parameters of a file are cut; None if the file does not state it."""
-    count = zero_state(file).get("partition_count")
-    if isinstance(count, list):  # one for each parameter group; experts are cut over fewer ranks
-        if not all(isinstance(n, int) for n in count):
-            raise CorruptCheckpointError(f"{path} does not say over how many ranks its parameter groups are cut")
-        count = max(count, default=None)
-    return count
-
-
 def _stage(files: StateFiles) -> int:
-    """Return the ZeRO stage of a checkpoint.
-
-    Raises:
-        CorruptCheckpointError: the files state different stages.
-    """
-    stages = {
-        file: int(zero_state(file)["zero_stage"])
-        for file in files.optimizers
-        if zero_state(file).get("zero_stage") is not None
-    }
-    if stages:
-        files.check_same("ZeRO stage", stages)
-        stage = next(iter(stages.values()))
-    else:
-        stage = configured_stage(files.modules[0], 3)
-        if stage == 3 and not _is_of_zero3(files.modules[0]):  # a universal checkpoint has files in the other form
-            stage = int(bool(files.module.get("param_shapes")))
-    is_zero3 = _is_of_zero3(files.modules[0])
+    """Return the ZeRO stage of a checkpoint."""
+    is_zero3 = RANK_MODULE_FILE.fullmatch(files.modules[0].file.name) is not None
+    stated = zero_state(files.optimizers[0]).get("zero_stage") if files.optimizers else None
+    stage = int(stated) if stated is not None else configured_stage(files.modules[0], 3)
+    if stated is None and stage == 3 and not is_zero3:  # a universal checkpoint has files in the other form
+        stage = int(bool(files.module.get("param_shapes")))
     if is_zero3 != (stage == 3):
         raise CorruptCheckpointError(
             f"{files.folder.path()} mixes files of two checkpoints: "
@@ -350,13 +297,9 @@ def _stage(files: StateFiles) -> int:
 
 def configured_stage(file: TorchFile, default: int) -> int:
     """Return the ZeRO stage in the configuration that a file of module states holds."""
-    if _is_of_zero3(file):
+    if RANK_MODULE_FILE.fullmatch(file.file.name):
         return 3
     config = file.content.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     stage = zero.get("stage") if isinstance(zero, dict) else None
     return stage if stage in (0, 1, 2, 3) else default
-
-
-def _is_of_zero3(module: TorchFile) -> bool:
-    return RANK_MODULE_FILE.fullmatch(module.file.name) is not None

@@ -7,7 +7,6 @@ hyper-parameters. Frozen parameters and buffers are in the copied files of modul
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +21,6 @@ from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, read_model_rank
 from ort_zero.checkpoint.deepspeed.split_rules import Rule
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, open_states, whole_tensor
 from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
-from ort_zero.checkpoint.deepspeed.topology import Topology
 from ort_zero.checkpoint.files.allowed_names import is_plain_name
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import MASTER, MAX_NAMED, Optimizer, ParamGroup, Tensor
@@ -47,7 +45,7 @@ class _Parameter:
 def read_universal(
     folder: Folder,
     files: Mapping[int, StateFiles],
-    topology: Topology,
+    tensor_degree: int,
     trust_pickle: bool,
     tp_split: Sequence[Rule],
     config: object,
@@ -58,7 +56,7 @@ def read_universal(
     Args:
         folder: folder of the tag.
         files: the copied files of module states of each model rank.
-        topology: the run's stages and tensor-parallel ranks.
+        tensor_degree: number of tensor-parallel ranks of the run.
         trust_pickle: let torch unpickle the files, which runs the code that they name.
         tp_split: the user's rules for tensors that are not trained.
         config: content of the model's ``config.json``, if there is one.
@@ -78,10 +76,10 @@ def read_universal(
             "use the checkpoint it was made from"
         )
     parameters = {
-        name: _read_parameter(first, name, shape if topology.tensor_degree == 1 else None, trust_pickle)
+        name: _read_parameter(first, name, shape if tensor_degree == 1 else None, trust_pickle)
         for name, shape in shapes.items()
     }
-    others = _not_trained(files, shapes, topology, tp_split, config)
+    others = _not_trained(files, shapes, tensor_degree, tp_split, config)
     optimizer, optimizer_file = _optimizer(first, files.values(), parameters, trust_pickle)
     tensors = [tensor for parameter in parameters.values() for tensor in parameter.tensors]
     kinds = {tensor.kind for tensor in tensors} - {MASTER}
@@ -92,40 +90,26 @@ def read_universal(
     others.tensors = [*tensors, *others.tensors]
     others.files += [file for parameter in parameters.values() for file in parameter.files]
     others.files += [optimizer_file] if optimizer_file is not None else []
-    others.files += _opened_module_states(first, zero3_modules, trust_pickle)
+    others.files += [open_states(folder, name, trust_pickle) for name in zero3_modules]
     others.optimizer = optimizer
     return others
-
-
-def _opened_module_states(first: StateFiles, names: Sequence[str], trust_pickle: bool) -> list[TorchFile]:
-    """Return further files of module states, opened and compared with the first file.
-
-    Raises:
-        CorruptCheckpointError: a file is damaged, or of another save than the first file.
-    """
-    opened = [open_states(first.folder, name, trust_pickle) for name in names]
-    for what, key in (("global step", "global_steps"), ("set of parameters", "param_shapes")):
-        values = {file: file.content.get(key) for file in (*first.modules, *opened)}
-        first.check_same(what, values, first.module.get(key))
-    return opened
 
 
 def _trained_shapes(files: Iterable[StateFiles]) -> dict[str, tuple[int, ...]]:
     """Return the trained parameters' shapes in the files of module states, from the first tensor-parallel rank."""
     shapes: dict[str, tuple[int, ...]] = {}
     for states in files:
-        noted = states.module.get("param_shapes")
+        noted = states.param_shapes()
         if noted is None:
             raise CorruptCheckpointError(
                 f"{states.path(states.modules[0])} has no param_shapes: it is not the module file of a ZeRO checkpoint"
             )
-        for group in [noted] if isinstance(noted, dict) else noted:
-            for name, shape in group.items():
-                if not is_plain_name(name):
-                    raise CorruptCheckpointError(
-                        f"{states.path(states.modules[0])} has a parameter named {name!r}, which cannot name a folder"
-                    )
-                shapes.setdefault(name, tuple(shape))
+        for name, shape in (item for group in noted for item in group.items()):
+            if not is_plain_name(name):
+                raise CorruptCheckpointError(
+                    f"{states.path(states.modules[0])} has a parameter named {name!r}, which cannot name a folder"
+                )
+            shapes.setdefault(name, shape)
     return shapes
 
 
@@ -162,12 +146,11 @@ def _read_parameter(states: StateFiles, name: str, shape: tuple[int, ...] | None
             )
         kind = MASTER if file_name == _MASTER else file_name.removesuffix(".pt")
         parameter.tensors.append(_tensor(states, file, name, kind, stored, shape))
-    master = parameter.tensors[0].shape
-    for tensor, file in zip(parameter.tensors, (f for f in parameter.files if not f.file.name.endswith(f"/{_STEP}"))):
-        if tensor.shape != master:
+    for tensor in parameter.tensors:
+        if tensor.shape != parameter.tensors[0].shape:
             raise CorruptCheckpointError(
-                f"{states.path(file)} is of another checkpoint: it has the shape {list(tensor.shape)}, "
-                f"{_MASTER} has {list(master)}"
+                f"{states.folder.path(place)} holds tensors of two shapes: {tensor.kind} has {list(tensor.shape)}, "
+                f"{_MASTER} has {list(parameter.tensors[0].shape)}"
             )
     return parameter
 
@@ -194,13 +177,12 @@ def _tensor(
 def _not_trained(
     files: Mapping[int, StateFiles],
     shapes: Mapping[str, tuple[int, ...]],
-    topology: Topology,
+    degree: int,
     tp_split: Sequence[Rule],
     config: object,
 ) -> ModelRank:
     """Return the parameters and buffers in the copied files of module states."""
     ranks = [read_model_rank(number, states, trained=shapes) for number, states in files.items()]
-    degree = topology.tensor_degree
     stages = [ranks[at : at + degree] for at in range(0, len(ranks), degree)]
     joined = [join_tensor_parallel(stage, tp_split, config) if degree > 1 else stage[0] for stage in stages]
     whole = joined[0]
@@ -210,7 +192,7 @@ def _not_trained(
         whole.notes += stage.notes
         whole.aliases |= stage.aliases
         whole.frozen += stage.frozen
-    if topology.stages > 1:
+    if len(stages) > 1:
         buffers = sorted({name for states in files.values() for name in states.module.get("buffer_names") or ()})
         whole.notes.append(
             "DeepSpeed's converter does not copy the buffers and frozen parameters of a pipeline's layers"
@@ -225,11 +207,7 @@ def _optimizer(
     parameters: Mapping[str, _Parameter],
     trust_pickle: bool,
 ) -> tuple[Optimizer | None, TorchFile | None]:
-    """Return the hyper-parameters and numbers of the optimizer, and their file.
-
-    Raises:
-        CorruptCheckpointError: the files of the parameters are of different steps.
-    """
+    """Return the hyper-parameters and numbers of the optimizer, and their file."""
     name = UNIVERSAL_OPTIMIZER_FILE
     if not first.folder.exists(name):
         first.notes.append(f"{name} is missing: the hyper-parameters of the optimizer are unknown")
@@ -250,26 +228,15 @@ def _optimizer(
             step = (states.get(flats[0]) or {}).get("step")
         if step is not None:
             steps |= {n: _as_number(first, file, step) for n in names if n not in steps}
-    common = {step for step in steps.values()}
-    if len(common) > 1:
-        counts = Counter(steps.values())
-        rare = min(steps, key=lambda n: (counts[steps[n]], n))
-        raise CorruptCheckpointError(
-            f"{first.folder.path(f'{UNIVERSAL_FOLDER}/{rare}')} is of another step: {steps[rare]:g}, "
-            f"others are of step {max(counts, key=lambda s: counts[s]):g}"
-        )
-    config = first.module.get("ds_config")
-    chosen = config.get("optimizer") if isinstance(config, dict) else None
-    class_name = chosen.get("type") if isinstance(chosen, dict) else None
-    return Optimizer(class_name=class_name, groups=tuple(groups), scalars={"step": steps} if steps else {}), file
+    scalars = {"step": steps} if steps else {}
+    return Optimizer(class_name=first.optimizer_class(), groups=tuple(groups), scalars=scalars), file
 
 
 def _members(files: Iterable[StateFiles]) -> dict[int, list[str]]:
     """Return the names of the parameters of each flat tensor, over all stages."""
     members: dict[int, list[str]] = {}
     for states in files:
-        noted = states.module.get("param_shapes") or ()
-        for number, group in enumerate([noted] if isinstance(noted, dict) else noted):
+        for number, group in enumerate(states.param_shapes() or ()):
             row = members.setdefault(number, [])
             row.extend(name for name in group if name not in row)
     return members

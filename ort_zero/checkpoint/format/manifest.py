@@ -1,8 +1,7 @@
-"""Build, write and read ``manifest.json``, which lists the files and tensors of a sharded checkpoint of ort_zero.
+"""Write and read ``manifest.json``, which lists the files and tensors of a sharded checkpoint of ort_zero.
 
 A checkpoint exists when its manifest exists. The file is JSON with one tensor a line; one row may stand for pieces at
-the same place in the files of many ranks. Besides the records of a :class:`~ort_zero.checkpoint.records.Source` the
-manifest has the ids of its run and save, and a digest of its own text, which reveals a changed bit.
+the same place in the files of many ranks. A digest of its own text reveals a changed bit.
 """
 
 from __future__ import annotations
@@ -10,103 +9,88 @@ from __future__ import annotations
 import codecs
 import json
 from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import xxhash
 
 from ort_zero.checkpoint.files import json_text
 from ort_zero.checkpoint.files.allowed_names import check_tag
 from ort_zero.checkpoint.files.storage import Folder, open_folder
-from ort_zero.checkpoint.piece_runs import PiecesByFile, check_cover, pieces_of, rows_of
+from ort_zero.checkpoint.pieces import PieceRuns, check_cover, check_extents, rows_of, run_of
 from ort_zero.checkpoint.records import BUFFER, MASTER, MODULE, File, Optimizer, ParamGroup, Source, Tensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
-
-if TYPE_CHECKING:
-    from ort_zero.checkpoint.format.manifest_schema import Manifest
 
 NAME = "manifest.json"
 LATEST = "latest"
 FORMAT = "ort_zero.checkpoint"
-VERSION = 3
-_VERSION_WITHOUT_LEFT_OUT = 2
+VERSION = 4
 MAX_BYTES = 4 << 30
 """Maximum size in bytes of a manifest that is read; 400 billion parameters on 512 ranks need less."""
 _MAX_LATEST_BYTES = 4096
 
 
-def build(
-    *,
-    tensors: list[Tensor],
-    files: list[File],
-    optimizer: Optimizer | None,
-    **fields: Any,
-) -> Manifest:
-    """Return the manifest of these tensors and files; `fields` are the other fields of :class:`Manifest`."""
-    from ort_zero.checkpoint.format.manifest_schema import (
-        Manifest,
-        ManifestFile,
-        ManifestGroup,
-        ManifestOptimizer,
-        ManifestTensor,
-    )
-
-    index = {file.name: i for i, file in enumerate(files)}
-    return Manifest(
-        files=[ManifestFile(name=f.name, size=f.size, xxh3_128=f.xxh3_128 or "") for f in files],
-        tensors=[
-            ManifestTensor(
-                name=t.name,
-                kind=t.kind,
-                dtype=t.dtype,
-                shape=list(t.shape),
-                pieces=rows_of(t.pieces, index),
-            )
-            for t in tensors
-        ],
-        optimizer=None
-        if optimizer is None
-        else ManifestOptimizer(
-            class_name=optimizer.class_name,
-            groups=[ManifestGroup(names=list(g.names), options=dict(g.options)) for g in optimizer.groups],
-            scalars={key: dict(values) for key, values in optimizer.scalars.items()},
+def dump(source: Source, versions: Mapping[str, str]) -> bytes:
+    """Return the bytes of the manifest of a checkpoint, its digest included; `versions` are those of packages."""
+    index = {name: number for number, name in enumerate(source.files)}
+    optimizer = source.optimizer
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        **{key: getattr(source, key) for key in ("tag", "step", "world_size", "zero_stage", "dtype")},
+        "run_id": source.run_id,
+        "save_id": source.save_id,
+        "versions": dict(versions),
+        "aliases": dict(source.aliases),
+        "frozen": sorted(source.frozen),
+        "left_out": sorted(source.left_out),
+        "optimizer": optimizer
+        and {
+            "class_name": optimizer.class_name,
+            "groups": [{"names": group.names, "options": group.options} for group in optimizer.groups],
+            "scalars": optimizer.scalars,
+        },
+        "config": source.config,
+    }
+    rows: dict[str, Iterable[dict[str, Any]]] = {
+        "files": ({"name": f.name, "size": f.size, "xxh3_128": f.xxh3_128} for f in source.files.values()),
+        "tensors": (
+            {"name": t.name, "kind": t.kind, "dtype": t.dtype, "shape": t.shape, "pieces": rows_of(t.pieces, index)}
+            for t in source.tensors
         ),
-        **fields,
-    )
-
-
-def dump(manifest: Manifest) -> bytes:
-    """Return the bytes of ``manifest.json``, its digest included."""
-    body = manifest.model_dump()
-    tensors, files = body.pop("tensors"), body.pop("files")
+    }
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items()]
-    for key, rows in (("files", files), ("tensors", tensors)):
-        lines.append(f'"{key}": [\n' + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]")
+    for key, entries in rows.items():
+        lines.append(
+            f'"{key}": [\n' + ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries) + "\n]"
+        )
     text = "{\n" + ",\n".join(lines)
     return f'{text},\n"xxh3_128": "{xxhash.xxh3_128(text.encode()).hexdigest()}"\n}}\n'.encode()
 
 
-def parse(data: bytes, path: str) -> Manifest:
-    """Return the manifest in `data`, validated.
+def parse(data: bytes, root: str) -> Source:
+    """Return the checkpoint that a manifest describes.
 
     Args:
-        data: the content of the file.
-        path: path of the file, for messages.
+        data: the content of the manifest.
+        root: folder or URL of the checkpoint.
 
     Raises:
-        CorruptCheckpointError: no JSON, another digest, a wrong type or value, or a file name that leaves the folder.
+        CorruptCheckpointError: no JSON, another digest, a wrong type or value, or a file name that leaves the folder; a
+            file or tensor is listed twice; pieces leave a gap, overlap, or claim more bytes than their file has.
         CheckpointError: a format version that this version of ort_zero does not know.
     """
+    path = f"{root}/{NAME}"
     try:
         value = json_text.loads(data)
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise ValueError(f'it has no "format": "{FORMAT}"')
     except ValueError as error:
         raise CorruptCheckpointError(f"{path} is not a manifest of ort_zero: {error}") from None
-    if value.get("version") not in (VERSION, _VERSION_WITHOUT_LEFT_OUT):
+    if value.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} has format version {value.get('version')!r}, this version of ort_zero reads "
-            f"{_VERSION_WITHOUT_LEFT_OUT} and {VERSION}; use the version that wrote it"
+            f"{path} has format version {value.get('version')!r}, this version of ort_zero reads {VERSION}; use the "
+            "version that wrote it"
         )
     digest = value.pop("xxh3_128", None)
     end = data.rfind(b',\n"xxh3_128"')
@@ -117,60 +101,26 @@ def parse(data: bytes, path: str) -> Manifest:
     from ort_zero.checkpoint.format.manifest_schema import Manifest
 
     try:
-        return Manifest.model_validate(value)
+        manifest = Manifest.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise CorruptCheckpointError(f"{path} is wrong at {where}: {first['msg']} (got {first['input']!r})") from None
-
-
-def read(folder: Folder) -> Manifest | None:
-    """Return the manifest of a folder, None if the folder has no manifest.
-
-    Raises:
-        CorruptCheckpointError, CheckpointError: see :func:`parse`.
-    """
-    if not folder.exists(NAME):
-        return None
-    return parse(json_text.read_object(folder, NAME, MAX_BYTES), folder.path(NAME))
-
-
-def source_of(manifest: Manifest, root: str) -> Source:
-    """Return the records of a manifest.
-
-    Raises:
-        CorruptCheckpointError: a file or tensor is listed twice; pieces leave a gap, overlap, lie outside their file,
-            or claim more bytes than the file has.
-    """
-    files = {f.name: File(name=f.name, size=f.size, xxh3_128=f.xxh3_128) for f in manifest.files}
-    _refuse_twice((file.name for file in manifest.files), "file", root)
-    _refuse_twice((f"{entry.kind} of {entry.name}" for entry in manifest.tensors), "tensor", root)
-    tensors = []
     names = [file.name for file in manifest.files]
+    tensors = []
     for entry in manifest.tensors:
         try:
-            tensor = Tensor(
-                name=entry.name,
-                kind=entry.kind,
-                dtype=entry.dtype,
-                shape=tuple(entry.shape),
-                pieces=pieces_of(entry.pieces, names, entry.dtype),
-            )
-            wrong = check_cover(tensor)
+            runs = [run_of(row, len(names)) for row in entry.pieces]
         except (IndexError, TypeError) as error:
-            wrong = f"a piece is malformed ({error})"
-        if wrong:
-            raise CorruptCheckpointError(f"{root}/{NAME}: {entry.kind} of {entry.name}: {wrong}")
-        tensors.append(tensor)
-    shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.kind in (MASTER, BUFFER)}
-    for tensor in tensors:
-        if (tensor.kind == MODULE or tensor.is_of_one_rank) and shapes.get(tensor.name) != tensor.shape:
-            raise CorruptCheckpointError(f"{root}/{NAME}: {tensor.kind} of {tensor.name}: no other has its shape")
-    wrong = PiecesByFile(files.values(), tensors).wrong_extent()
-    if wrong:
-        raise CorruptCheckpointError(f"{root}/{NAME}: {wrong}")
+            raise CorruptCheckpointError(
+                f"{path}: {entry.kind} of {entry.name}: a piece is malformed ({error})"
+            ) from None
+        pieces = PieceRuns(names, runs, entry.dtype)
+        tensors.append(
+            Tensor(name=entry.name, kind=entry.kind, dtype=entry.dtype, shape=tuple(entry.shape), pieces=pieces)
+        )
     optimizer = manifest.optimizer
-    return Source(
+    source = Source(
         format="ort_zero",
         root=root,
         tag=manifest.tag,
@@ -178,8 +128,8 @@ def source_of(manifest: Manifest, root: str) -> Source:
         world_size=manifest.world_size,
         zero_stage=manifest.zero_stage,
         tensors=tuple(tensors),
-        files=files,
-        aliases=dict(manifest.aliases),
+        files={f.name: File(name=f.name, size=f.size, xxh3_128=f.xxh3_128) for f in manifest.files},
+        aliases=manifest.aliases,
         frozen=frozenset(manifest.frozen),
         optimizer=None
         if optimizer is None
@@ -188,18 +138,51 @@ def source_of(manifest: Manifest, root: str) -> Source:
             groups=tuple(ParamGroup(names=tuple(g.names), options=g.options) for g in optimizer.groups),
             scalars=optimizer.scalars,
         ),
-        config=dict(manifest.config),
+        config=manifest.config,
         dtype=manifest.dtype,
         left_out=frozenset(manifest.left_out),
+        run_id=manifest.run_id,
+        save_id=manifest.save_id,
     )
+    _refuse_twice(names, "file", path)
+    check(source)
+    return source
 
 
-def _refuse_twice(names: Iterable[str], kind: str, root: str) -> None:
+def check(source: Source) -> None:
+    """Raise unless each tensor is listed once, and lies whole and once in the files.
+
+    Raises:
+        CorruptCheckpointError: names the tensor or file; or there are no weights.
+    """
+    path = f"{source.root}/{NAME}"
+    _refuse_twice((f"{tensor.kind} of {tensor.name}" for tensor in source.tensors), "tensor", path)
+    shapes = {tensor.name: tensor.shape for tensor in source.tensors if tensor.kind in (MASTER, BUFFER)}
+    for tensor in source.tensors:
+        wrong = check_cover(tensor)
+        if (tensor.kind == MODULE or tensor.is_of_one_rank) and shapes.get(tensor.name) != tensor.shape:
+            wrong = "no other has its shape"
+        if wrong:
+            raise CorruptCheckpointError(f"{path}: {tensor.kind} of {tensor.name}: {wrong}")
+    if not source.weights():
+        raise CorruptCheckpointError(f"{path}: it lists no weights")
+    wrong = check_extents(list(source.files.values()), source.tensors)
+    if wrong:
+        raise CorruptCheckpointError(f"{path}: {wrong}")
+
+
+def read(folder: Folder) -> Source | None:
+    """Return the checkpoint in `folder`, None if it has no manifest; raises as :func:`parse` does."""
+    if not folder.exists(NAME):
+        return None
+    return parse(json_text.read_object(folder, NAME, MAX_BYTES), folder.url)
+
+
+def _refuse_twice(names: Iterable[str], kind: str, path: str) -> None:
     """Raise CorruptCheckpointError if a name occurs twice in `names`: readers could use different entries."""
-    counts = Counter(names)
-    twice = [name for name, count in counts.items() if count > 1]
+    twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise CorruptCheckpointError(f"{root}/{NAME}: it lists the {kind} {twice[0]} twice")
+        raise CorruptCheckpointError(f"{path}: it lists the {kind} {twice[0]} twice")
 
 
 def tag_in(content: bytes) -> str:
@@ -245,16 +228,6 @@ def _hint(folder: Folder) -> str:
 def is_checkpoint(names: Iterable[str]) -> bool:
     """Return True if a folder with files of these names is a checkpoint, of ort_zero or DeepSpeed."""
     return any(name == NAME or name.endswith("_states.pt") for name in names)
-
-
-def open_ours(folder: Folder) -> Source | None:
-    """Return the checkpoint in `folder` if it has ort_zero's format, else None.
-
-    Raises:
-        CorruptCheckpointError, CheckpointError: its manifest cannot be read.
-    """
-    manifest = read(folder)
-    return None if manifest is None else source_of(manifest, folder.url)
 
 
 def nothing_at(folder: Folder) -> CheckpointError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -10,15 +10,12 @@ from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.allowed_names import check_tag, is_config_name, is_plain_name
 from ort_zero.errors import CheckpointError
 
-FORMAT: Final = "ort_zero.checkpoint"
-VERSION = 3
-
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-def _safe_name(name: str) -> str:
+def _file_name(name: str) -> str:
     if not is_plain_name(name):
         raise ValueError("must be the name of a file in the checkpoint's own folder")
     return name
@@ -36,9 +33,6 @@ def _dtype_code(code: str) -> str:
     return code
 
 
-_Size = Annotated[int, Field(ge=0, lt=1 << 63)]
-
-
 def _tag(tag: str) -> str:
     try:
         check_tag(tag)
@@ -47,7 +41,7 @@ def _tag(tag: str) -> str:
     return tag
 
 
-def _text(text: str) -> str:
+def _printable(text: str) -> str:
     if not text.isprintable():  # control characters can make a terminal show another text
         raise ValueError("holds characters that are not printable")
     return text
@@ -61,13 +55,15 @@ def _content(text: str) -> str:
     return text
 
 
-_Name = Annotated[str, AfterValidator(_text)]
+_Size = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Name = Annotated[str, AfterValidator(_printable)]
+_Dtype = Annotated[str, AfterValidator(_dtype_code)]
 
 
 class ManifestFile(_Strict):
     """A file of the checkpoint."""
 
-    name: Annotated[str, AfterValidator(_safe_name)]
+    name: Annotated[str, AfterValidator(_file_name)]
     size: _Size
     xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
@@ -77,15 +73,11 @@ class ManifestTensor(_Strict):
 
     name: _Name
     kind: _Name
-    dtype: Annotated[str, AfterValidator(_dtype_code)]
+    dtype: _Dtype
     shape: Annotated[list[_Size], Field(max_length=64)]
-    pieces: list[Annotated[list[Any], Field(min_length=5, max_length=7)]]
-    """[index in `files`, offset in bytes, length in bytes, first element, xxh3-64]; lists, which are small in JSON.
-
-    A row may stand for several pieces of the same length at the same offset of their files. Then the fifth value is
-    base64 of their xxh3-64, 8 bytes each. Two more values follow: the number of pieces, and the step in `files` from
-    one piece to the next. Each piece begins with the element behind the piece before.
-    :func:`~ort_zero.checkpoint.format.manifest.source_of` checks their types."""
+    pieces: list[Annotated[list[Any], Field(min_length=7, max_length=7)]]
+    """Lists, which are small in JSON: the fields of :class:`~ort_zero.checkpoint.pieces.PieceRun`, which checks their
+    types, with the checksums in base64."""
 
 
 class ManifestGroup(_Strict):
@@ -100,27 +92,26 @@ class ManifestOptimizer(_Strict):
 
     class_name: _Name | None
     groups: list[ManifestGroup]
-    scalars: dict[str, dict[str, float]]
+    scalars: dict[str, dict[str, Annotated[float, Field(allow_inf_nan=False)]]]
 
 
 class Manifest(_Strict):
     """The content of ``manifest.json`` without its digest."""
 
-    format: Literal["ort_zero.checkpoint"] = FORMAT
-    version: int = VERSION
+    format: Literal["ort_zero.checkpoint"]
+    version: int
     tag: Annotated[str, AfterValidator(_tag)]
     step: _Size
-    world_size: Annotated[int, Field(ge=1)]
+    world_size: Annotated[int, Field(ge=1, le=1 << 20)]
     zero_stage: Annotated[int, Field(ge=0, le=3)]
-    dtype: Annotated[str, AfterValidator(_dtype_code)]
+    dtype: _Dtype
     """Dtype of the module's floating-point weights, which are the masters cast to this dtype."""
     run_id: str
     save_id: str
     versions: dict[str, str]
     aliases: dict[_Name, _Name]
     frozen: list[_Name]
-    left_out: list[_Name] = []
-    """Frozen parameters that the save left out; missing in version 2."""
+    left_out: list[_Name]
     optimizer: ManifestOptimizer | None
     config: dict[Annotated[str, AfterValidator(_config_name)], Annotated[str, AfterValidator(_content)]]
     files: list[ManifestFile]

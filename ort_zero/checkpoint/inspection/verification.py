@@ -11,12 +11,9 @@ from typing import Any
 
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.finding import find, format_in, note_on_other, open_in, whole_checkpoints_text
+from ort_zero.checkpoint.finding import find, format_in, no_checkpoint, note_on_other, open_in, whole_checkpoints_text
 from ort_zero.checkpoint.format import manifest
-from ort_zero.checkpoint.format.completeness import problems_of_manifest
-from ort_zero.checkpoint.piece_runs import PiecesByFile
-from ort_zero.checkpoint.reads.shard_checks import is_of_another_save, problems_of_shard, thread_buffer
-from ort_zero.checkpoint.records import File
+from ort_zero.checkpoint.reads.shard_checks import is_of_another_save, problem_of_shard, thread_buffer
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
 from ort_zero.utils.progress import bar
@@ -57,22 +54,13 @@ class VerifyReport:
 class _Findings:
     """The findings of the checks of one checkpoint; filled from several threads."""
 
-    problems: dict[str, list[str]] = field(default_factory=dict)
-    """Problems by file name; "" for problems of no single file."""
-    notes: list[str] = field(default_factory=list)
     files: int = 0
-    bytes: int | None = None
-    """Bytes of the files that were read; None: use the folder's count, in which headers may count twice."""
+    bytes: int = 0
     tensors: int = 0
     tag: str = ""
-
-    def add(self, name: str, text: str) -> None:
-        """Add a problem of the file `name`."""
-        self.problems.setdefault(name, []).append(text)
-
-    def in_order(self) -> tuple[str, ...]:
-        """Return all problems, sorted by file name."""
-        return tuple(text for name in sorted(self.problems) for text in self.problems[name])
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    """File name and text of each problem; the name is empty for problems of no single file."""
+    notes: list[str] = field(default_factory=list)
 
 
 def verify(
@@ -88,7 +76,7 @@ def verify(
 
     In ort_zero's format the size and the xxh3-128 of every file are compared with the manifest. In DeepSpeed's format
     the CRC-32 of every record and the headers of each file are checked. In both formats missing and surplus files are
-    problems, and files of another step, run, rank or world size, as far as the files tell.
+    problems, and files of another rank or world size, as far as the files tell.
 
     Args:
         path: folder or fsspec URL: of one checkpoint, or of several with a file ``latest``.
@@ -107,13 +95,10 @@ def verify(
     located = find(path, tag)
     folder = located.folder
     findings = _Findings(tag=folder.name, notes=list(located.notes))
-    name = format_in(folder)
-    if name is None:
-        raise CheckpointError(
-            f"{folder.path()} is no checkpoint: neither {manifest.NAME} nor *_model_states.pt is there "
-            "(a save that was interrupted leaves no manifest)"
-        )
-    if name == "ort_zero":
+    format_name = format_in(folder)
+    if format_name is None:
+        raise no_checkpoint(folder)
+    if format_name == "ort_zero":
         _verify_ours(folder, findings, workers, progress)
     else:
         _verify_deepspeed(folder, findings, workers, trust_pickle, tp_split, progress)
@@ -122,56 +107,45 @@ def verify(
     return VerifyReport(
         root=folder.path(),
         tag=findings.tag,
-        format=name,
+        format=format_name,
         files=findings.files,
-        bytes=folder.bytes_read if findings.bytes is None else findings.bytes,
+        bytes=findings.bytes,
         tensors=findings.tensors,
-        problems=findings.in_order(),
+        problems=tuple(text for _, text in sorted(findings.problems, key=lambda problem: problem[0])),
         notes=tuple(findings.notes),
         seconds=time.monotonic() - start,
     )
 
 
-# ---- ort_zero's format ----------------------------------------------------------------------------------------------
-
-
 def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bool) -> None:
     """Check the manifest, every file in its list, and whether the folder has other files."""
-    findings.files = 1
+    findings.files, findings.bytes = 1, folder.size(manifest.NAME) or 0
     try:
-        document = manifest.read(folder)
-        assert document is not None, "the manifest existed a moment ago"
-        source = manifest.source_of(document, folder.url)
+        source = manifest.read(folder)
+        assert source is not None, "the manifest existed a moment ago"
     except CheckpointError as error:
-        findings.add(manifest.NAME, str(error))
+        findings.problems.append((manifest.NAME, str(error)))
         return
     findings.tag, findings.tensors = source.tag, len(source.tensors)
-    for text in problems_of_manifest(document, source):
-        findings.add(manifest.NAME, f"{folder.path(manifest.NAME)}: {text}")
     findings.notes += [*note_on_other(folder), *source.remarks()]
-    files = list(source.files.values())
     for name in folder.names():
         if name in source.files or name == manifest.NAME or name.startswith(_OF_MACOS):
             continue
         if name.endswith(PARTIAL):
             findings.notes.append(f"{folder.path(name)} is left over from an interrupted save and may be removed")
-        elif is_of_another_save(folder, name, document):
+        elif is_of_another_save(folder, name, source):
             findings.notes.append(
                 f"{folder.path(name)} is left over from a save of this tag that was interrupted and may be removed"
             )
         elif _OURS.fullmatch(name):
-            findings.add(name, f"{folder.path(name)} is one too many: the manifest does not list it; remove it")
+            text = f"{folder.path(name)} is one too many: the manifest does not list it; remove it"
+            findings.problems.append((name, text))
 
-    pieces = PiecesByFile(source.files.values(), source.tensors)
+    def check(name: str, advance: Callable[[int], Any]) -> list[str]:
+        problem = problem_of_shard(folder, source.files[name], source, advance)
+        return [problem] if problem else []
 
-    def check(file: File, advance: Callable[[int], Any]) -> Iterable[str]:
-        return problems_of_shard(folder, file, document, pieces.of(file.name), advance)
-
-    findings.bytes = sum(folder.size(name) or 0 for name in (manifest.NAME, *source.files) if folder.exists(name))
-    _check_files(files, check, findings, workers, progress)
-
-
-# ---- DeepSpeed's format ---------------------------------------------------------------------------------------------
+    _check_files(folder, list(source.files), check, findings, workers, progress)
 
 
 def _verify_deepspeed(
@@ -183,68 +157,57 @@ def _verify_deepspeed(
 
     parse_rules(tp_split)  # a wrong rule is the user's fault, not the checkpoint's
     names = [*file_names.state_file_names(folder), *file_names.universal_file_names(folder)]
-    files = []
-    for name in names:
-        try:
-            files.append(File(name=name, size=folder.size(name) or 0))
-        except CheckpointError as error:  # a FIFO, a folder or a device has the name
-            findings.add(name, str(error))
-
-    def check(file: File, advance: Callable[[int], Any]) -> Iterable[str]:
-        return _problems_of_torch_file(folder, file, advance)
-
-    _check_files(files, check, findings, workers, progress)
+    _check_files(
+        folder, names, lambda name, advance: _problems_of_torch_file(folder, name, advance), findings, workers, progress
+    )
     try:
         source = open_in(folder, trust_pickle, tp_split)
     except SplitUnknownError as error:
         findings.notes.append(f"its tensors cannot be put together yet: {error}")
-        return
     except CheckpointError as error:
         # a damaged file that was named already need not be named again
-        if not any(folder.path(name) in str(error) for name in findings.problems):
-            findings.add("", str(error))
-        return
-    findings.tensors = len(source.tensors)
-    findings.notes += source.notes
+        if not any(folder.path(name) in str(error) for name, _ in findings.problems):
+            findings.problems.append(("", str(error)))
+    else:
+        findings.tensors = len(source.tensors)
+        findings.notes += source.notes
 
 
-def _problems_of_torch_file(folder: Folder, file: File, advance: Callable[[int], Any]) -> Iterable[str]:
+def _problems_of_torch_file(folder: Folder, name: str, advance: Callable[[int], Any]) -> Iterable[str]:
     """Yield the problems of one ``.pt`` file: of its zip headers, and each record whose CRC-32 differs."""
     from ort_zero.checkpoint import torch_file
 
-    try:
-        records = torch_file.read_records(folder, file.name)
-    except CheckpointError as error:
-        yield str(error)
-        return
     buffer = thread_buffer(folder)
-    for record in records:
-        if not torch_file.crc_is_right(folder, file.name, record, buffer):
-            yield f"{folder.path(file.name)} is damaged: the CRC-32 of its record {record.name} is wrong"
+    for record in torch_file.read_records(folder, name):
+        if not torch_file.crc_is_right(folder, name, record, buffer):
+            yield f"{folder.path(name)} is damaged: the CRC-32 of its record {record.name} is wrong"
         advance(record.length)
 
 
-# ---- both -----------------------------------------------------------------------------------------------------------
-
-
 def _check_files(
-    files: list[File],
-    check: Callable[[File, Callable[[int], Any]], Iterable[str]],
+    folder: Folder,
+    names: Sequence[str],
+    check: Callable[[str, Callable[[int], Any]], Iterable[str]],
     findings: _Findings,
     workers: int,
     progress: bool,
 ) -> None:
     """Run `check` on all files in threads, largest files first, and add the problems to `findings`."""
-    findings.files += len(files)
-    total = sum(file.size for file in files)
-    with bar(total, "verify", shown=progress) as shown, ThreadPoolExecutor(workers) as pool:
+    sizes = {}
+    for name in names:
+        try:
+            sizes[name] = folder.size(name) or 0
+        except CheckpointError:  # a FIFO, a folder or a device has the name, which `check` reports
+            sizes[name] = 0
+    findings.files += len(sizes)
+    findings.bytes += sum(sizes.values())
+    with bar(sum(sizes.values()), "verify", shown=progress) as shown, ThreadPoolExecutor(workers) as pool:
 
-        def one(file: File) -> tuple[str, list[str]]:
+        def problems_of(name: str) -> list[tuple[str, str]]:
             try:
-                return file.name, list(check(file, shown.update))
+                return [(name, text) for text in check(name, shown.update)]
             except (CheckpointError, OSError) as error:
-                return file.name, [f"{error}"]
+                return [(name, str(error))]
 
-        for name, texts in pool.map(one, sorted(files, key=lambda f: -f.size)):
-            for text in texts:
-                findings.add(name, text)
+        for problems in pool.map(problems_of, sorted(sizes, key=lambda name: -sizes[name])):
+            findings.problems += problems

@@ -17,15 +17,16 @@ from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.loads.load_checks import (
     optimizer_settings,
     refuse_misfit,
+    refuse_other_optimizer,
+    refuse_other_scheduler,
     restore_numbers,
 )
-from ort_zero.checkpoint.loads.optimizer_fit import refuse_other_optimizer, refuse_other_scheduler
+from ort_zero.checkpoint.loads.staged_state import StagedState
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader
 from ort_zero.checkpoint.reads.record_checks import check_records_of
 from ort_zero.checkpoint.reads.training_state import Restoration, TrainingState, check_counters, read_training_state
 from ort_zero.checkpoint.records import Source
 from ort_zero.checkpoint.saves import saving
-from ort_zero.checkpoint.saves.staged_state import StagedState
 from ort_zero.compat.deepspeed_accumulation import drop_accumulated_gradients, micro_steps_since_step
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.distributed.raise_on_all_ranks import RankGroup

@@ -17,7 +17,7 @@ import xxhash
 
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.piece_runs import index_at
+from ort_zero.checkpoint.pieces import overlaps
 from ort_zero.checkpoint.reads.record_checks import Part, RecordChecks
 from ort_zero.checkpoint.records import File, Piece, Tensor
 from ort_zero.errors import CorruptCheckpointError
@@ -122,7 +122,7 @@ class CheckedReader:
                 digest.update(view)
             yield view
         if self._checks(piece):
-            self._compare(tensor, piece, digest.hexdigest())
+            self._compare(tensor, piece, digest.digest())
 
     def _checks(self, piece: Piece) -> bool:
         return self._verify and piece.check is not None and piece not in self._checked
@@ -162,7 +162,7 @@ class CheckedReader:
             piece = item.piece
             at = piece.offset - start
             if self._checks(piece):
-                self._compare(item.tensor, piece, xxhash.xxh3_64_hexdigest(view[at : at + piece.length]))
+                self._compare(item.tensor, piece, xxhash.xxh3_64_digest(view[at : at + piece.length]))
             _put(item, view[at + item.first : at + item.first + item.wanted], 0)
 
     def _read_large(self, item: WantedBytes, low: int, high: int, buffer: memoryview) -> None:
@@ -188,7 +188,7 @@ class CheckedReader:
                 digest.update(view)
             position = stop
         if self._checks(item.piece):
-            self._compare(item.tensor, item.piece, digest.hexdigest())
+            self._compare(item.tensor, item.piece, digest.digest())
 
     def _read_strided(self, request: ReadRequest) -> None:
         """Read a tensor that is not row-major and lies in one piece."""
@@ -206,26 +206,13 @@ class CheckedReader:
         self._folder.read_into(name, start, view)
         self._records.add(name, start, view)
 
-    def _compare(self, tensor: Tensor, piece: Piece, digest: str) -> None:
+    def _compare(self, tensor: Tensor, piece: Piece, digest: bytes) -> None:
         if digest != piece.check:
             raise CorruptCheckpointError(
                 f"{self._folder.path(piece.file)} is damaged: the bytes of {tensor.kind} of {tensor.name} do not match "
                 "their checksum (ort-zero verify lists everything that is wrong)"
             )
         self._checked.add(piece)
-
-
-def overlaps(tensor: Tensor, start: int, length: int) -> Iterator[tuple[Piece, int, int]]:
-    """Yield (piece, first element in the piece, number of elements) for each piece that overlaps a range."""
-    size, end = dtypes.itemsize(tensor.dtype), start + length
-    pieces = tensor.pieces
-    for number in range(index_at(pieces, start), len(pieces)):
-        piece = pieces[number]
-        if piece.start >= end:
-            break
-        first, last = max(piece.start, start), min(piece.start + piece.length // size, end)
-        if first < last:
-            yield piece, first - piece.start, last - first
 
 
 def wanted_of(request: ReadRequest) -> Iterator[WantedBytes]:

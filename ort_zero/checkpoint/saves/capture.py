@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from ort_zero import log
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.format import values
-from ort_zero.checkpoint.records import MASTER, WEIGHT, Optimizer, ParamGroup, buffer_kind
+from ort_zero.checkpoint.records import MASTER, WEIGHT, Optimizer, ParamGroup, Source, buffer_kind
 from ort_zero.checkpoint.saves.shard_writer import ShardEntry
 from ort_zero.compat.deepspeed_state import EngineState, Flat
 from ort_zero.errors import CheckpointError
@@ -29,36 +29,12 @@ class Shard:
     extra: dict[str, Any]
     """JSON values: counters, scheduler, loss scaler, the user's state."""
     extra_tensors: list[torch.Tensor]
-    scalars: dict[str, dict[str, float]]
+    scalars: Mapping[str, Mapping[str, float]]
     """Numbers of this rank's parameters, such as ``step``: parameter name to number, by key."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """Facts about the model that are the same on every rank."""
-
-    shapes: dict[str, tuple[int, ...]]
-    """Shapes of all parameters and buffers by name."""
-    dtype: str
-    aliases: dict[str, str]
-    frozen: list[str]
-    left_out: list[str]
-    """Names of the frozen parameters that are not stored."""
-    optimizer_class: str | None
-    groups: list[ParamGroup]
-    step: int
-    zero_stage: int
-    config: dict[str, str] = field(default_factory=dict)
-
-    def optimizer(self, scalars: Mapping[str, Mapping[str, float]]) -> Optimizer | None:
-        """Return the optimizer's record with the numbers of all ranks."""
-        if self.optimizer_class is None:
-            return None
-        return Optimizer(class_name=self.optimizer_class, groups=tuple(self.groups), scalars=scalars)
-
-
-def describe(state: EngineState, exclude_frozen: bool) -> Model:
-    """Return the facts about the model that the manifest stores."""
+def describe(state: EngineState, exclude_frozen: bool) -> tuple[Source, dict[str, tuple[int, ...]]]:
+    """Return what the manifest says of the model, still without tag and files, and the shapes of all its tensors."""
     optimized = state.optimized()
     frozen = [name for name in state.parameters if name not in optimized]
     kept = [name for name in state.parameters if name in optimized or not exclude_frozen]
@@ -72,18 +48,24 @@ def describe(state: EngineState, exclude_frozen: bool) -> Model:
         )
     base = state.base_optimizer()
     options = [_stored_options(index, group) for index, group in enumerate(state.group_options())]
-    return Model(
-        shapes=shapes,
-        dtype=dtypes.code_of(state.dtype()),
-        aliases={alias: name for alias, name in state.aliases().items() if name in shapes},
-        frozen=[name for name in frozen if name in shapes],
-        left_out=[name for name in frozen if name not in shapes],
-        optimizer_class=None if base is None else type(base).__name__,
-        groups=[ParamGroup(names=tuple(n), options=o) for n, o in zip(state.group_names(), options)],
+    groups = tuple(ParamGroup(names=tuple(n), options=o) for n, o in zip(state.group_names(), options))
+    about = Source(
+        format="ort_zero",
+        root="",
+        tag="",
         step=state.counters()["global_steps"],
+        world_size=0,
         zero_stage=state.stage,
+        tensors=(),
+        files={},
+        aliases={alias: name for alias, name in state.aliases().items() if name in shapes},
+        frozen=frozenset(name for name in frozen if name in shapes),
+        optimizer=base and Optimizer(class_name=type(base).__name__, groups=groups, scalars={}),
         config=_model_config(state.module),
+        dtype=dtypes.code_of(state.dtype()),
+        left_out=frozenset(name for name in frozen if name not in shapes),
     )
+    return about, shapes
 
 
 def shard_of(
@@ -100,10 +82,14 @@ def shard_of(
     moments: list[ShardEntry] = []
     scalars: dict[str, dict[str, float]] = {}
     for flat in state.flats():
-        if flat.spans:
-            _add_flat(flat, state, weights, moments, scalars)
-    if not exclude_frozen:
-        weights += _without_master(state, rank, size)
+        if flat.places:
+            weights += _entries(flat, MASTER, flat.master)
+            _add_optimizer_state(state, flat, moments, scalars)
+    for index, part in enumerate(() if exclude_frozen else state.local_parts()):
+        # this rank's partition, or of the parameters that are whole on each rank every `size`-th
+        if part.length and (state.partitioned or index % size == rank):
+            tensor = part.tensor.detach().contiguous().view(-1).narrow(0, 0, part.length)
+            weights.append(ShardEntry(name=part.name, kind=WEIGHT, start=part.start, tensor=tensor))
     weights += [
         ShardEntry(name=name, kind=buffer_kind(rank), start=0, tensor=buffer.detach().contiguous().view(-1))
         for name, buffer in state.buffers()
@@ -114,63 +100,47 @@ def shard_of(
     return Shard(weights=weights, moments=moments, extra=extra, extra_tensors=tensors, scalars=scalars)
 
 
-def _add_flat(
-    flat: Flat, state: EngineState, weights: list[ShardEntry], moments: list[ShardEntry], scalars: dict[str, dict]
+def _entries(flat: Flat, kind: str, whole: torch.Tensor) -> list[ShardEntry]:
+    """Return the ranges of a flat tensor with the layout of `flat`."""
+    return [
+        ShardEntry(name=place.name, kind=kind, start=place.start, tensor=whole.narrow(0, place.offset, place.length))
+        for place in flat.places
+    ]
+
+
+def _add_optimizer_state(
+    state: EngineState, flat: Flat, moments: list[ShardEntry], scalars: dict[str, dict[str, float]]
 ) -> None:
     elementwise = state.elementwise(flat)
-    for span in flat.spans:
-        part = flat.master.narrow(0, span.offset, span.length)
-        weights.append(ShardEntry(name=span.name, kind=MASTER, start=span.start, tensor=part))
     for key, value in state.existing_state_of(flat).items():
         if key in elementwise:
-            whole = value.detach().reshape(-1)
-            moments += [
-                ShardEntry(name=s.name, kind=key, start=s.start, tensor=whole.narrow(0, s.offset, s.length))
-                for s in flat.spans
-            ]
+            moments += _entries(flat, key, value.detach().reshape(-1))
         elif isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1):
-            scalars.setdefault(key, {}).update({s.name: float(value) for s in flat.spans})
+            scalars.setdefault(key, {}).update({place.name: float(value) for place in flat.places})
         else:
             shape = list(value.shape) if torch.is_tensor(value) else type(value).__name__
             raise CheckpointError(
-                f"optimizer state {key!r} of {flat.spans[0].name} ({shape}) is neither a number nor one value per "
+                f"optimizer state {key!r} of {flat.places[0].name} ({shape}) is neither a number nor one value per "
                 'element, so it cannot be cut by parameter; set "checkpoint": {"sharded": false}'
             )
 
 
-def _without_master(state: EngineState, rank: int, size: int) -> list[ShardEntry]:
-    """Return the parameters without master: this rank's partitions; of whole parameters every `size`-th."""
-    entries = []
-    for index, part in enumerate(state.local_parts()):
-        if not part.length or (not state.partitioned and index % size != rank):
-            continue
-        tensor = part.tensor.detach().contiguous().view(-1).narrow(0, 0, part.length)
-        entries.append(ShardEntry(name=part.name, kind=WEIGHT, start=part.start, tensor=tensor))
-    return entries
-
-
 def _extra(state: EngineState, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    engine = state.engine
-    scaler = state.loss_scaler()
-    scheduler = engine.lr_scheduler
-    return {
+    scaler, scheduler = state.loss_scaler(), state.engine.lr_scheduler
+    extra: dict[str, Any] = {
         "counters": state.counters(),
         "client_state": dict(client_state),
-        "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
-        "loss_scaler": scaler and {"class": type(scaler).__name__, "state": _numbers(scaler)},
+        "lr_scheduler": None,
+        "loss_scaler": None,
         "extra_state": {prefix: module.get_extra_state() for prefix, module in state.extra_states()},
-        **{key: part.state_dict() for key, part in _parts_with_state(state).items() if part is not None},
-        **({"lr_scheduler_class": type(scheduler).__name__} if hasattr(scheduler, "state_dict") else {}),
     }
-
-
-def _parts_with_state(state: EngineState) -> dict[str, Any]:
-    """Return the engine's parts besides the scheduler that keep a state; None for a part that the engine lacks."""
-    return {"data_sampler": state.data_sampler(), "random_ltd": state.random_ltd_scheduler()}
-
-
-def _numbers(scaler: Any) -> dict[str, Any]:
-    return {k: v for k, v in vars(scaler).items() if v is None or isinstance(v, (bool, int, float))}
+    if hasattr(scheduler, "state_dict"):
+        extra |= {"lr_scheduler": scheduler.state_dict(), "lr_scheduler_class": type(scheduler).__name__}
+    if scaler:
+        numbers = {k: v for k, v in vars(scaler).items() if v is None or isinstance(v, (bool, int, float))}
+        extra["loss_scaler"] = {"class": type(scaler).__name__, "state": numbers}
+    parts = {"data_sampler": state.data_sampler(), "random_ltd": state.random_ltd_scheduler()}
+    return extra | {key: part.state_dict() for key, part in parts.items() if part is not None}
 
 
 def _stored_options(index: int, group: Mapping[str, Any]) -> dict[str, Any]:

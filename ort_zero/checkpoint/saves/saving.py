@@ -15,6 +15,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +25,6 @@ from ort_zero.checkpoint.files.allowed_names import check_tag
 from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.saves import capture
-from ort_zero.checkpoint.saves.capture import Shard
 from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, write_checkpoint
 from ort_zero.checkpoint.saves.differing_values import (
     Digests,
@@ -69,7 +69,7 @@ class _BackgroundSave(threading.Thread):
     """A save that runs in the background. Not a daemon: the interpreter waits for it at exit."""
 
     def __init__(self, job: SaveJob, ranks: RankGroup, finish_copy: Callable[[], None]):
-        super().__init__(name=f"ort_zero save {job.tag}", daemon=False)
+        super().__init__(name=f"ort_zero save {job.about.tag}", daemon=False)
         self._job, self._ranks, self._finish_copy = job, ranks, finish_copy
         self.copied = threading.Event()
         self.end_of_waits: Callable[[], None] = lambda: None
@@ -88,7 +88,7 @@ class _BackgroundSave(threading.Thread):
     def run(self) -> None:
         """Copy the state, write and publish the files; keep the error for :func:`wait`."""
         try:
-            with self._ranks.raise_on_all(f"copying the state for {self._job.tag}"):
+            with self._ranks.raise_on_all(f"copying the state for {self._job.about.tag}"):
                 try:
                     self._finish_copy()
                 finally:
@@ -98,7 +98,10 @@ class _BackgroundSave(threading.Thread):
             self.error = error
             _unreported.add(self)
             log.get_logger().error(
-                "the background save of %s to %s failed: %s", self._job.tag, masked(self._job.path), masked(str(error))
+                "the background save of %s to %s failed: %s",
+                self._job.about.tag,
+                masked(self._job.path),
+                masked(str(error)),
             )
         finally:
             del self._job, self._finish_copy
@@ -173,7 +176,8 @@ def _save(
     save_id, run_id, suffix, everyone = _agree(ranks, path, tag, buffers)
     with ranks.raise_on_all("preparing the checkpoint"):
         state.wait_for_copies()
-        model = capture.describe(state, exclude_frozen)
+        about, shapes = capture.describe(state, exclude_frozen)
+        about = replace(about, root=open_folder(path).child(tag).path(), tag=tag, save_id=save_id, run_id=run_id)
         differing = buffers_unlike_first(everyone, ranks.rank)
         shard = capture.shard_of(state, ranks.rank, ranks.size, client_state, exclude_frozen, differing)
         masters = master_digests(state.module_weights(), shard.weights)
@@ -182,27 +186,26 @@ def _save(
     finish_copy = None
     if async_save:
         with ranks.raise_on_all("preparing the checkpoint"):
-            shard, finish_copy = _stage(engine, shard).begin(shard, state.steps_can_wait())
+            staging = _staging.setdefault(engine, Staging())
+            shard, finish_copy = staging.begin(shard, state.steps_can_wait())
     job = SaveJob(
         path=path,
-        tag=tag,
-        save_id=save_id,
-        run_id=run_id,
+        about=about,
+        shapes=shapes,
         suffix=suffix,
         save_latest=save_latest,
         durable=async_save,
-        model=model,
         shard=shard,
     )
     if finish_copy is None:
         write_checkpoint(job, ranks)
-    if finish_copy is not None:
-        thread = _BackgroundSave(job, ranks, finish_copy)
-        if state.steps_can_wait():
-            thread.end_of_waits = state.before_changes(thread.copied.wait)
-        _pending[engine] = thread
-        _running.append(thread)
-        thread.start()
+        return tag
+    thread = _BackgroundSave(job, ranks, finish_copy)
+    if state.steps_can_wait():
+        thread.end_of_waits = state.before_changes(thread.copied.wait)
+    _pending[engine] = thread
+    _running.append(thread)
+    thread.start()
     return tag
 
 
@@ -277,10 +280,3 @@ def _agree(ranks: RankGroup, path: str, tag: str, buffers: Digests) -> tuple[str
                 )
     save_id, run_id, occupied = ranks.broadcast((save_id, _RUN_ID, occupied))
     return save_id, run_id, f".{save_id[:8]}" if occupied else "", [target[2] for target in targets]
-
-
-def _stage(engine: Any, shard: Shard) -> Staging:
-    """Return the memory for copies of the engine's shards, large enough for `shard`."""
-    staging = _staging.setdefault(engine, Staging())
-    staging.reserve(shard)
-    return staging

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -11,7 +12,8 @@ import xxhash
 from ort_zero.checkpoint.files import dtypes, safetensors_header
 from ort_zero.checkpoint.files.safetensors_header import HeaderEntry
 from ort_zero.checkpoint.files.storage import CHUNK, Folder
-from ort_zero.checkpoint.records import MASTER, WEIGHT, File, Piece
+from ort_zero.checkpoint.pieces import PieceRun
+from ort_zero.checkpoint.records import MASTER, WEIGHT, File
 from ort_zero.errors import CheckpointError
 
 BLOCK = 512 << 10
@@ -21,6 +23,7 @@ A write ends at a multiple of `BLOCK` in the file: the kernel caches aligned wri
 """
 MAX_BUFFERS = 1000
 """Maximum number of buffers of one write; the kernel accepts 1024."""
+_WAY_OUT = 'set "checkpoint": {"sharded": false}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +48,14 @@ class ShardEntry:
         return self.tensor.numel() * self.tensor.element_size()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenPiece:
-    """A piece on disk, with the name, kind and dtype of its tensor."""
+class Written(NamedTuple):
+    """A range of elements of one tensor, as it lies in a file."""
 
-    name: str
     kind: str
+    name: str
     dtype: str
-    piece: Piece
+    run: PieceRun
+    """One piece; its file is an index among the files of the rank."""
 
 
 def write_shard(
@@ -62,7 +65,8 @@ def write_shard(
     metadata: dict[str, str],
     token: str,
     durable: bool = False,
-) -> tuple[File, list[WrittenPiece]]:
+    index: int = 0,
+) -> tuple[File, list[Written]]:
     """Write a safetensors file under its partial name; :meth:`Folder.publish` with `token` makes it visible.
 
     Args:
@@ -72,25 +76,34 @@ def write_shard(
         metadata: metadata of the header.
         token: id of the save, part of the partial name.
         durable: flush the file to the disk at the end.
+        index: index of the file among the files of the rank.
 
     Returns:
-        The record of the file, and the pieces in the file.
+        The record of the file, and the ranges of tensors in the file.
 
     Raises:
         CheckpointError: the file cannot be written (disk full, no permission), or holds more tensors than a header can
             name; the file is removed.
     """
     ordered = sorted(entries, key=lambda e: -e.tensor.element_size())
-    header, size = _header(ordered, metadata)
+    rows, position = [], 0
+    for entry in ordered:
+        try:
+            code = dtypes.code_of(entry.tensor.dtype)
+        except CheckpointError as error:
+            raise CheckpointError(f"{entry.key}: {error}; {_WAY_OUT}") from None
+        rows.append(HeaderEntry(entry.key, code, (entry.tensor.numel(),), position, entry.nbytes))
+        position += entry.nbytes
+    header = safetensors_header.encode(rows, metadata, _WAY_OUT)
+    size = len(header) + position
     file_hash = xxhash.xxh3_128(header)
     written = []
-    position = len(header)
     with folder.writing(name, token, durable, size) as stream:
         unwritten = [memoryview(header)]
-        for entry in ordered:
+        for entry, row in zip(ordered, rows):
             piece_hash = xxhash.xxh3_64()
-            end = position
-            for block in _blocks(entry.tensor, position):
+            end = start = len(header) + row.offset
+            for block in _blocks(entry.tensor, start):
                 piece_hash.update(block)
                 file_hash.update(block)
                 unwritten.append(block)
@@ -98,43 +111,23 @@ def write_shard(
                 if end % BLOCK == 0 or len(unwritten) == MAX_BUFFERS:
                     stream.writelines(unwritten)
                     unwritten = []
-            piece = Piece(name, position, entry.nbytes, entry.start, piece_hash.hexdigest())
-            written.append(
-                WrittenPiece(name=entry.name, kind=entry.kind, dtype=dtypes.code_of(entry.tensor.dtype), piece=piece)
-            )
-            position += entry.nbytes
+            run = PieceRun(index, start, row.nbytes, entry.start, piece_hash.digest())
+            written.append(Written(entry.kind, entry.name, row.dtype, run))
         stream.writelines(unwritten)
     return File(name=name, size=size, xxh3_128=file_hash.hexdigest()), written
-
-
-def _header(entries: Sequence[ShardEntry], metadata: dict[str, str]) -> tuple[bytes, int]:
-    """Return the header of a shard, and the size of the whole file in bytes."""
-    rows, position = [], 0
-    for entry in entries:
-        try:
-            code = dtypes.code_of(entry.tensor.dtype)
-        except CheckpointError as error:
-            raise CheckpointError(f'{entry.key}: {error}; set "checkpoint": {{"sharded": false}}') from None
-        rows.append(HeaderEntry(entry.key, code, (entry.tensor.numel(),), position, entry.nbytes))
-        position += entry.nbytes
-    header = safetensors_header.encode(rows, metadata, 'set "checkpoint": {"sharded": false}')
-    return header, len(header) + position
 
 
 def _blocks(tensor: torch.Tensor, position: int) -> Iterator[memoryview]:
     """Yield the bytes of a 1-D tensor: views of CPU memory, or copies from a device one chunk at a time.
 
-    Args:
-        tensor: the elements.
-        position: bytes from the start of the file; no block crosses a multiple of :data:`BLOCK` in the file.
+    No block crosses a multiple of :data:`BLOCK` in the file, in which the tensor begins at byte `position`.
     """
     step = tensor.numel() if tensor.device.type == "cpu" else CHUNK // tensor.element_size()
     for start in range(0, tensor.numel(), max(1, step)):
         data = tensor[start : start + step].detach().cpu().view(torch.uint8).numpy().data
         begin = 0
         while begin < len(data):
-            end = begin + BLOCK - position % BLOCK
-            block = data[begin:end]
+            block = data[begin : begin + BLOCK - position % BLOCK]
             yield block
             begin += len(block)
             position += len(block)

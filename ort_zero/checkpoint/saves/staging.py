@@ -27,11 +27,13 @@ class Staging:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         """The reserved memory, a uint8 tensor [bytes]."""
 
-    def reserve(self, shard: Shard) -> None:
-        """Reserve memory for `shard`; an earlier copy is lost.
+    def begin(self, shard: Shard, may_wait: bool) -> tuple[Shard, Callable[[], None]]:
+        """Return `shard` with its tensors in the reserved memory, and a function that finishes the copy.
 
         Args:
-            shard: this rank's part, as it lies in the engine.
+            shard: this rank's part, as it lies in the engine. An earlier copy is lost.
+            may_wait: copy masters and moments later, before the optimizer's next step. The others are copied at once:
+                buffers change in a forward, and users may change weights of the module at any time.
 
         Raises:
             OSError: no memory.
@@ -40,15 +42,6 @@ class Staging:
         if self._bytes.numel() < needed:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # never hold old and new memory at once
             self._bytes = host_memory(needed, torch.uint8)
-
-    def begin(self, shard: Shard, may_wait: bool) -> tuple[Shard, Callable[[], None]]:
-        """Return `shard` with its tensors in the reserved memory, and a function that finishes the copy.
-
-        Args:
-            shard: this rank's part, for which memory is reserved.
-            may_wait: copy masters and moments later, before the optimizer's next step. The others are copied at once:
-                buffers change in a forward, and users may change weights of the module at any time.
-        """
         position = 0
         parts: list[list[ShardEntry]] = []
         later: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -1,13 +1,20 @@
-"""Compute how DeepSpeed lays parameters out in flat tensors, for a world size and a ZeRO stage."""
+"""Compute how DeepSpeed lays parameters out in flat tensors, for a world size and a ZeRO stage.
+
+ZeRO-1 and 2 put the parameters of a group one after the other into one vector, and cut it equally over the ranks.
+ZeRO-3 cuts each parameter over the ranks; a rank's cuts of a sub-group's parameters lie one after the other in one flat
+tensor.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 _ALIGNMENT = 2
 """ZeRO-1 and 2 pad the flat tensor of a parameter group to a multiple of this many elements per rank."""
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shape of each parameter by its name."""
 
 
 class Place(NamedTuple):
@@ -36,20 +43,24 @@ class FlatGroup(NamedTuple):
     """Number of padding elements behind the last parameter (ZeRO-1 and 2)."""
 
 
-def zero12_groups(
-    groups: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, ...]], rank: int, world_size: int
-) -> list[FlatGroup]:
-    """Return the flat tensors of a rank under ZeRO-1 or 2: one per parameter group."""
-    return [zero12_group(number, names, shapes, rank, world_size) for number, names in enumerate(groups)]
+def places_between(parameters: Iterable[tuple[str, int, int]], first: int, end: int) -> tuple[Place, ...]:
+    """Return the places of a vector's parameters in its part from element `first` to `end`.
+
+    Args:
+        parameters: name, first element in the vector and number of elements of each parameter.
+        first: first element of the part.
+        end: end of the part, exclusive.
+    """
+    places = []
+    for name, position, elements in parameters:
+        low, high = max(position, first), min(position + elements, end)
+        if low < high:
+            places.append(Place(name, low - position, high - low, low - first))
+    return tuple(places)
 
 
 def zero12_group(
-    number: int,
-    names: Sequence[str],
-    shapes: Mapping[str, tuple[int, ...]],
-    part: int,
-    parts: int,
-    pads: Sequence[int] | None = None,
+    number: int, names: Sequence[str], shapes: Shapes, part: int, parts: int, pads: Sequence[int] | None = None
 ) -> FlatGroup:
     """Return part number `part` of the flat tensor of one parameter group, which is cut into `parts` equal parts.
 
@@ -61,26 +72,31 @@ def zero12_group(
         parts: number of parts.
         pads: number of padding elements behind each parameter; None for no padding between parameters.
     """
-    sizes = [math.prod(shapes[name]) for name in names]
-    pads = pads or [0] * len(sizes)
-    total = sum(sizes) + sum(pads)
+    parameters, total = [], 0
+    for name, pad in zip(names, pads or [0] * len(names)):
+        elements = math.prod(shapes[name])
+        parameters.append((name, total, elements))
+        total += elements + pad
     size = -(-total // (_ALIGNMENT * parts)) * _ALIGNMENT
-    first, last = part * size, (part + 1) * size
-    position, places = 0, []
-    for name, elements, pad in zip(names, sizes, pads):
-        low, high = max(position, first), min(position + elements, last)
-        if low < high:
-            places.append(Place(name, low - position, high - low, low - first))
-        position += elements + pad
-    return FlatGroup(number, tuple(names), tuple(places), size, min(size, max(0, last - total)))
+    end = (part + 1) * size
+    places = places_between(parameters, part * size, end)
+    return FlatGroup(number, tuple(names), places, size, min(size, max(0, end - total)))
+
+
+def zero3_group(number: int, names: Sequence[str], shapes: Shapes, rank: int, world_size: int) -> FlatGroup:
+    """Return the flat tensor of a rank for one sub-group of parameter group `number` under ZeRO-3."""
+    places, offset = [], 0
+    for name in names:
+        elements = math.prod(shapes[name])
+        start, length = zero3_part(elements, rank, world_size)
+        if length:
+            places.append(Place(name, start, length, offset))
+        offset += -(-elements // world_size)
+    return FlatGroup(number, tuple(names), tuple(places), offset, 0)
 
 
 def zero3_groups(
-    groups: Sequence[Sequence[str]],
-    shapes: Mapping[str, tuple[int, ...]],
-    rank: int,
-    world_size: int,
-    sub_group_size: int,
+    groups: Sequence[Sequence[str]], shapes: Shapes, rank: int, world_size: int, sub_group_size: int
 ) -> list[FlatGroup]:
     """Return the flat tensors of a rank under ZeRO-3: one per sub-group of a parameter group.
 
@@ -102,19 +118,6 @@ def zero3_groups(
                 flat_groups.append(zero3_group(number, members, shapes, rank, world_size))
                 members, size = [], 0
     return flat_groups
-
-
-def zero3_group(
-    number: int, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], rank: int, world_size: int
-) -> FlatGroup:
-    """Return the flat tensor of a rank for one sub-group of parameter group `number` under ZeRO-3."""
-    places, offset = [], 0
-    for name in names:
-        start, length = zero3_part(math.prod(shapes[name]), rank, world_size)
-        if length:
-            places.append(Place(name, start, length, offset))
-        offset += -(-math.prod(shapes[name]) // world_size)
-    return FlatGroup(number, tuple(names), tuple(places), offset, 0)
 
 
 def zero3_part(elements: int, rank: int, world_size: int) -> tuple[int, int]:
