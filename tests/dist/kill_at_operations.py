@@ -26,7 +26,6 @@ import checkpoint_files
 import torch
 from rank_processes.ranks import free_port
 from safetensors.torch import load_file
-from save_until_killed import Patience
 
 from ort_zero.checkpoint import load_optimizer_state, verify
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
@@ -42,6 +41,8 @@ from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError, RankError
 
 DONE, SURVIVED, WRONG = 0, 3, 4
+LIMIT = 60
+"""Seconds within which the survivors of a killed rank must end."""
 _EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate", "shutil.rmtree"}
 _NAMES = ("a", "b", "c", "d")
 _ELEMENTS = 3000
@@ -150,7 +151,7 @@ class Aggregate:
 
     def allowed(self, before: dict[str, float], number: int) -> list[dict[str, float]]:
         """Return the results of :meth:`check` that a round may have."""
-        return [before, {"model": float(number % 2)}]
+        return [before, {}, {"model": float(number % 2)}]
 
     def left(self, number: int) -> list[str]:
         """Return what nobody needs after a round that was not killed."""
@@ -268,6 +269,21 @@ def _value_in(source: Source) -> float:
 
 
 # -- forked processes ---------------------------------------------------------------------------------------------
+
+
+class Patience:
+    """Time that this process waits, without the time for which all processes are stopped together."""
+
+    def __init__(self) -> None:
+        self._waited, self._last = 0.0, time.monotonic()
+
+    def wait(self) -> bool:
+        """Wait a moment; return False after :data:`LIMIT` seconds."""
+        time.sleep(0.002)
+        now = time.monotonic()
+        self._waited += min(now - self._last, 1.0)
+        self._last = now
+        return self._waited < LIMIT
 
 
 class Operations:
@@ -422,7 +438,7 @@ def rounds(kind: str, size: int, count: int, folder: Path, seed: int) -> dict[st
             assert codes == [DONE] * size, (codes, Path(f"{output}_0").read_text())
             counts = [int(Path(f"{output}_{rank}.count").read_text()) for rank in range(size)]
             lengths[form] = counts, time.monotonic() - begun
-            expected, after = work.allowed(before, number)[1:], _in_a_fork(work.check)
+            expected, after = work.allowed(before, number)[-1:], _in_a_fork(work.check)
             assert after in expected, f"{kind} {seed}, {number}: {after}, not {expected}"
             left = work.left(number)
             assert not left, f"{kind} {seed}, {number}: files that nobody needs are left: {left}"

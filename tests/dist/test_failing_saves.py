@@ -77,10 +77,10 @@ def no_publish(end: str) -> Iterator[None]:
     """Let renaming of files whose final names end in `end` fail."""
     original = LocalFolder.publish
 
-    def publish(self: LocalFolder, name: str, token: str, to: str | None = None) -> None:
+    def publish(self: LocalFolder, name: str, token: str) -> None:
         if name.endswith(end):
             raise OSError(5, "Input/output error", str(self._root / name))
-        original(self, name, token, to)
+        original(self, name, token)
 
     LocalFolder.publish = publish
     try:

@@ -1,6 +1,6 @@
 """Saves, aggregations and conversions that are killed at any of their file operations, on one rank or on all.
 
-At no moment is there neither the old result nor the new one, no mixture of both appears, nobody hangs, and a run that
+No mixture of the old and the new result appears, nobody hangs, and a run that
 is not killed leaves nothing of the others behind.
 """
 

@@ -151,11 +151,11 @@ def test_another_process_that_takes_a_partial_file_for_a_left_over_harms_no_save
     """Two runs that save into one folder: each removes what killed saves left of the small files beside the tags."""
     real, seen = LocalFolder.publish, []
 
-    def publish(self: LocalFolder, name: str, token: str, to: str | None = None) -> None:
+    def publish(self: LocalFolder, name: str, token: str) -> None:
         if name == manifest.LATEST and not seen:
             seen.append(name)
             self.discard(name, token)
-        real(self, name, token, to)
+        real(self, name, token)
 
     monkeypatch.setattr(LocalFolder, "publish", publish)
     assert write(tmp_path / "c", some_tensors()) == [None, None]

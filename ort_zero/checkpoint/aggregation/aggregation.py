@@ -261,7 +261,6 @@ def _prepare(
         plan=plan,
         extras=small_files,
         token=uuid.uuid4().hex[:8],
-        existing=frozenset(existing),
         removable=removable,
         root=source.root,
         files=source.files,

@@ -17,8 +17,8 @@ from ort_zero.utils.atomic_write import PARTIAL
 from ort_zero.utils.text import shortened
 
 _OUTPUT_NAME = re.compile(
-    r"(model|optimizer|adapter_model|diffusion_pytorch_model)(-\d{5}-of-\d{5}(\.[0-9a-f]{8})?)?\.safetensors|(model|optimizer|diffusion_pytorch_model)\.safetensors\.index\.json|optimizer\.json"
-    r"|(pytorch_model|adapter_model|diffusion_pytorch_model)(-\d{5}-of-\d{5}(\.[0-9a-f]{8})?)?\.bin"
+    r"(model|optimizer|adapter_model|diffusion_pytorch_model)(-\d{5}-of-\d{5})?\.safetensors|(model|optimizer|diffusion_pytorch_model)\.safetensors\.index\.json|optimizer\.json"
+    r"|(pytorch_model|adapter_model|diffusion_pytorch_model)(-\d{5}-of-\d{5})?\.bin"
     r"|(diffusion_)?pytorch_model\.bin\.index\.json"
 )
 _PARTIAL_NAME = re.compile(rf"\.(?P<name>.+?)\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")

@@ -144,18 +144,8 @@ class Folder:
         """
         raise NotImplementedError
 
-    def publish(self, name: str, token: str, to: str | None = None) -> None:
-        """Rename the partial file of :meth:`writing` to its final name or to `to`; replace a file of that name."""
-        raise NotImplementedError
-
-    def duplicate(self, name: str, to: str, token: str) -> None:
-        """Make the content of `name` available as `to` too, in one step; replace a file of that name.
-
-        Args:
-            name: an existing file, which stays.
-            to: the further name.
-            token: part of the partial name, different for each writer of `to`.
-        """
+    def publish(self, name: str, token: str) -> None:
+        """Rename the partial file of :meth:`writing` to its final name; replace a file of that name."""
         raise NotImplementedError
 
     def discard(self, name: str, token: str) -> None:

@@ -204,14 +204,9 @@ class RemoteFolder(Folder):
             self._gave_up = True
 
     @_masking("rename")
-    def publish(self, name: str, token: str, to: str | None = None) -> None:
+    def publish(self, name: str, token: str) -> None:
         """Move the object to its final name, on the server if the store can copy."""
-        self._fs.mv(self._at(partial_name(name, token)), self._at(to or name))
-
-    @_masking("copy")
-    def duplicate(self, name: str, to: str, token: str) -> None:
-        """Copy the object, on the server if the store can copy."""
-        self._fs.copy(self._at(name), self._at(to))
+        self._fs.mv(self._at(partial_name(name, token)), self._at(name))
 
     @_masking("remove")
     def discard(self, name: str, token: str) -> None:

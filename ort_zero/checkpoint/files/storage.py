@@ -7,7 +7,6 @@ an error with its name and not a SIGBUS, and the bytes that were read can be cou
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -182,19 +181,9 @@ class LocalFolder(Folder):
         except OSError as error:
             raise CheckpointError(f"cannot write {self.path(name)}: {error.strerror or error}") from error
 
-    def publish(self, name: str, token: str, to: str | None = None) -> None:
+    def publish(self, name: str, token: str) -> None:
         """Rename the hidden file, which replaces a file of the final name in one step."""
-        os.replace(self._root / partial_name(name, token), self._root / (to or name))
-
-    def duplicate(self, name: str, to: str, token: str) -> None:
-        """Make a hard link to the file, or copy the file if the file system has no hard links."""
-        partial = self._root / partial_name(to, token)
-        partial.unlink(missing_ok=True)
-        try:
-            os.link(self._root / name, partial)
-        except OSError:
-            shutil.copyfile(self._root / name, partial)
-        os.replace(partial, self._root / to)
+        os.replace(self._root / partial_name(name, token), self._root / name)
 
     def settle(self) -> None:
         """Call fsync on the folder, so that renames survive a power failure."""
