@@ -6,7 +6,6 @@ Printed are the CPU time, and the anonymous memory of a stage beyond what its im
 
 * save: rank 0 takes the packed parts of all ranks and writes the manifest.
 * open: the manifest is read, and all of it compared with the sizes of the files.
-* verify: what each file says of itself is compared with the manifest.
 * aggregate: what goes where in the output, down to each read.
 * load: what each rank of another world size reads, ZeRO-3.
 """
@@ -27,7 +26,7 @@ from typing import Any
 
 HIDDEN, FEED_FORWARD, KEYS, VOCABULARY, LAYERS = 16384, 53248, 1024, 128256, 126
 KINDS = {"master": ("master",), "optimizer": ("exp_avg", "exp_avg_sq")}
-STAGES = ("save", "open", "verify", "aggregate", "load")
+STAGES = ("save", "open", "aggregate", "load")
 GOAL = 100e6
 """Most bytes of the manifest on disk, and of memory to have it open."""
 
@@ -72,76 +71,63 @@ class Meter:
         return {"seconds": round(seconds, 2), "peak_mb": round(peak), "held_mb": round(held), **more}
 
 
-def model_of(options: dict[str, Any]) -> Any:
-    """Return what a save says of the model."""
-    from ort_zero.checkpoint.records import ParamGroup
-    from ort_zero.checkpoint.saves.capture import Model
-
-    shapes = shapes_of(options["layers"])
-    groups = [ParamGroup(names=tuple(shapes), options={"lr": 1e-4})]
-    return Model(
-        shapes=shapes, dtype="BF16", aliases={}, frozen=[], optimizer_class="AdamW", groups=groups, step=1, zero_stage=3
-    )
-
-
 def write_rank(folder: Path, rank: int, options: dict[str, Any]) -> bytes:
     """Write the sparse files of one rank, with their headers; return its packed part."""
-    from ort_zero.checkpoint.saves.manifest_parts import pack
-
     from ort_zero.checkpoint.files import safetensors_header
     from ort_zero.checkpoint.files.safetensors_header import HeaderEntry
-    from ort_zero.checkpoint.records import MASTER, File, Piece
-    from ort_zero.checkpoint.saves.checkpoint_writer import file_name
-    from ort_zero.checkpoint.saves.shard_writer import WrittenPiece
+    from ort_zero.checkpoint.pieces import CHECK_BYTES, PieceRun
+    from ort_zero.checkpoint.records import MASTER, File
+    from ort_zero.checkpoint.saves.checkpoint_writer import RankPart, file_name
+    from ort_zero.checkpoint.saves.shard_writer import Written
     from ort_zero.compat.deepspeed_partitions import zero3_part
 
-    ranks = options["ranks"]
-    draw = random.Random(rank)
-    files, written = [], []
-    marks = {"save_id": "s", "run_id": "r", "tag": "t", "step": "1", "rank": str(rank), "world_size": str(ranks)}
+    shapes, draw, files, written = shapes_of(options["layers"]), random.Random(rank), [], []
     for label, kinds in KINDS.items():
         rows, places, position = [], [], 0
         for kind in kinds:
-            for name, shape in shapes_of(options["layers"]).items():
-                start, length = zero3_part(math.prod(shape), rank, ranks)
+            for name, shape in shapes.items():
+                start, length = zero3_part(math.prod(shape), rank, options["ranks"])
                 key = name if kind == MASTER else f"{kind}/{name}"
                 rows.append(HeaderEntry(key, "F32", (length,), position, 4 * length))
-                places.append((kind, name, position, 4 * length, start))
+                places.append((kind, name, start))
                 position += 4 * length
-        header = safetensors_header.encode(rows, marks, "")
+        header = safetensors_header.encode(rows, {"rank": str(rank)}, "")
         file = file_name(rank, label, "safetensors")
         with open(folder / file, "wb") as stream:
             stream.write(header)
             stream.truncate(len(header) + position)
+        for (kind, name, start), row in zip(places, rows):
+            check = draw.randbytes(CHECK_BYTES)
+            run = PieceRun(len(files), len(header) + row.offset, row.nbytes, start, check)
+            written.append(Written(kind, name, "F32", run))
         files.append(File(name=file, size=len(header) + position, xxh3_128=f"{draw.getrandbits(128):032x}"))
-        for kind, name, offset, length, start in places:
-            piece = Piece(file, len(header) + offset, length, start, f"{draw.getrandbits(64):016x}")
-            written.append(WrittenPiece(name=name, kind=kind, dtype="F32", piece=piece))
-    extra = file_name(rank, "extra", "json")
-    (folder / extra).write_text(json.dumps(marks))
-    files.append(File(name=extra, size=(folder / extra).stat().st_size, xxh3_128="0" * 32))
-    return pack(files, written, {"step": dict.fromkeys(shapes_of(options["layers"]), 1.0)})
+    return RankPart(files, written, {"step": dict.fromkeys(shapes, 1.0)}).packed()
 
 
 def save(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Put the parts of all ranks together as rank 0 does."""
     from ort_zero.checkpoint.files.storage import open_folder
     from ort_zero.checkpoint.format import manifest
+    from ort_zero.checkpoint.records import Optimizer, ParamGroup, Source
     from ort_zero.checkpoint.saves.capture import Shard
-    from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, manifest_of
+    from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, joined, manifest_bytes
     from ort_zero.utils.garbage import collection_paused
 
-    shard = Shard(weights=[], moments=[], extra={}, extra_tensors=[], scalars={})
-    job = SaveJob(
-        path="p", tag="t", save_id="s", run_id="r", suffix="", save_latest=False, durable=False,
-        model=model_of(options), shard=shard,
+    shapes = shapes_of(options["layers"])
+    groups = (ParamGroup(names=tuple(shapes), options={"lr": 1e-4}),)
+    about = Source(
+        format="ort_zero", root=str(folder), tag="t", step=1, world_size=0, zero_stage=3, tensors=(), files={},
+        aliases={}, frozen=frozenset(), optimizer=Optimizer(class_name="AdamW", groups=groups, scalars={}),
+        dtype="BF16", run_id="r", save_id="s",
     )  # fmt: skip
+    shard = Shard(weights=[], moments=[], extra={}, extra_tensors=[], scalars={})
+    job = SaveJob(path="p", about=about, shapes=shapes, suffix="", save_latest=False, durable=False, shard=shard)
     before = time.process_time()
     packed = [write_rank(folder, rank, options) for rank in range(options["ranks"])]
     pack_seconds = (time.process_time() - before) / options["ranks"]
     meter = Meter()
     with collection_paused():
-        content = manifest.dump(manifest_of(open_folder(folder), job, packed, all_here=True))
+        content = manifest_bytes(joined(open_folder(folder), job, packed, all_here=True))
     figures = meter.figures(
         part_kb=round(sum(map(len, packed)) / len(packed) / 1e3),
         received_mb=round(sum(map(len, packed)) / 1e6),
@@ -163,36 +149,12 @@ def open_stage(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Open the checkpoint."""
     import importlib
 
-    for name in ("opening", "format.manifest_schema"):
+    for name in ("finding", "format.manifest_schema"):
         importlib.import_module(f"ort_zero.checkpoint.{name}")
     meter = Meter()
     source = open_it(folder)
     figures = meter.figures()
     return {**figures, "tensors": len(source.tensors), "pieces": sum(len(tensor.pieces) for tensor in source.tensors)}
-
-
-def verify(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Compare the headers of all files with the manifest."""
-    from ort_zero.checkpoint.piece_runs import PiecesByFile
-
-    from ort_zero.checkpoint.files.storage import open_folder
-    from ort_zero.checkpoint.format import manifest
-    from ort_zero.checkpoint.reads.shard_checks import disagreements
-
-    meter = Meter()
-    opened = open_folder(folder)
-    found = manifest.read(opened)
-    assert found is not None
-    source = manifest.source_of(found, str(folder))
-    pieces = PiecesByFile(source.files.values(), source.tensors)
-    compared, problems = 0, []
-    for file in source.files.values():
-        if file.name.endswith(".safetensors"):
-            own = pieces.of(file.name)
-            problems += disagreements(opened, file, found, own)
-            compared += len(own)
-    assert not problems, problems[:3]
-    return meter.figures(files=len(source.files), pieces=compared)
 
 
 def aggregate(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
@@ -254,7 +216,7 @@ def main() -> int:
     args = parser.parse_args()
     options = vars(args)
     if args.stage:
-        work = {"save": save, "open": open_stage, "verify": verify, "aggregate": aggregate, "load": load}[args.stage]
+        work = {"save": save, "open": open_stage, "aggregate": aggregate, "load": load}[args.stage]
         print(json.dumps(work(Path(args.dir), options)))
         return 0
     folder = Path(args.dir or tempfile.mkdtemp(prefix="large_checkpoint_"))

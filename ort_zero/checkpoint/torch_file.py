@@ -1,7 +1,6 @@
 """Open a ``.pt`` file of ``torch.save`` (an uncompressed zip) without reading the data of its tensors.
 
-This module compares all bytes outside of the records with the zip's directory: local headers, their padding, and the
-descriptors after the records. Together with the CRC-32 of the records, these checks cover the whole file.
+The headers of the records are compared with the zip's directory; the records have a CRC-32.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ if TYPE_CHECKING:
     import torch
 
 _LOCAL = struct.Struct("<4s5H3I2H")
-_DESCRIPTORS = (struct.Struct("<4s3I"), struct.Struct("<4sI2Q"))  # sizes below and above 4 GiB
+"""The header before each record of a zip, without the record's name and its extra fields."""
 _END = struct.Struct("<4s4H2IH")
 """The last record of a zip without a comment, which torch never writes."""
-_HAS_DESCRIPTOR = 0x08
 _MAX_EXTRA = 256
-"""Maximum number of bytes of the extra fields, or of a descriptor."""
+"""Maximum number of bytes between two records: the descriptor of the first."""
 _PICKLE = "data.pkl"
 _DATA = "data/"
 _MAX_SMALL = 1 << 20
@@ -127,7 +125,7 @@ def crc_is_right(folder: Folder, name: str, record: tuple[Any, ...], buffer: mem
 
 
 def read_records(folder: Folder, name: str) -> list[_Record]:
-    """Return the records of the zip in the order of the file, after a check of its headers.
+    """Return the records of the zip in the order of the file, having compared their headers with the zip's directory.
 
     In a file without checksums the CRC of every record is None.
 
@@ -153,29 +151,23 @@ def read_records(folder: Folder, name: str) -> list[_Record]:
     repeated = [name for name, count in Counter(entry.filename for entry in entries).items() if count > 1]
     if repeated:
         raise CorruptCheckpointError(f"{path} is damaged: two of its records are named {repeated[0]}")
-    # one read is faster than a read per header
-    whole = folder.read(name) if size <= _MAX_SMALL else None
+    whole = folder.read(name) if size <= _MAX_SMALL else None  # one read is faster than a read per header
     records, position = [], 0
-    fitting: tuple[bytes, ...] = (b"",)  # what may lie between the record before and the next header
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
             raise CheckpointError(f"{path} holds compressed data ({entry.filename}); save it again with torch.save")
-        gap = entry.header_offset - position
-        length = gap + _LOCAL.size + len(entry.filename.encode()) + _MAX_EXTRA if 0 <= gap <= _MAX_EXTRA else 0
-        length = max(0, min(length, size - position))
-        raw = folder.read(name, position, length) if whole is None else whole[position : position + length]
-        header = _local_header(entry, raw[gap:])
-        position += gap + len(header) + entry.file_size
-        if raw[:gap] not in fitting or not raw.startswith(header, gap) or position > size:
+        begin, record_name = entry.header_offset, entry.filename.encode()
+        length = max(0, min(_LOCAL.size + len(record_name), size - begin))
+        raw = folder.read(name, begin, length) if whole is None else whole[begin : begin + length]
+        signature, *_, name_length, extra_length = _LOCAL.unpack(raw[: _LOCAL.size].ljust(_LOCAL.size, b"\0"))
+        fits = signature == b"PK\x03\x04" and raw[_LOCAL.size :] == record_name and name_length == len(record_name)
+        offset = begin + length + extra_length
+        if not fits or not 0 <= begin - position <= _MAX_EXTRA or offset + entry.file_size > end:
             raise CorruptCheckpointError(
-                f"{path} is damaged: what lies before its record {entry.filename} does not fit the zip directory"
+                f"{path} is damaged: the header of its record {entry.filename} does not fit the zip directory"
             )
-        records.append(_Record(entry.filename, position - entry.file_size, entry.file_size, entry.CRC))
-        fitting = _descriptors(entry)
-    if folder.read(name, position, max(0, min(end - position, _MAX_EXTRA))) not in fitting:
-        raise CorruptCheckpointError(
-            f"{path} is damaged: what lies after its last record does not fit the zip directory"
-        )
+        position = offset + entry.file_size
+        records.append(_Record(entry.filename, offset, entry.file_size, entry.CRC))
     # torch.serialization.set_crc32_options(False) leaves zeros; the CRC-32 of a record without bytes is zero as well
     has_checksums = any(record.crc for record in records)
     return records if has_checksums else [record._replace(crc=None) for record in records]
@@ -190,47 +182,6 @@ def _not_a_zip(folder: Folder, name: str, size: int, error: Exception) -> Checkp
             f"{path} is in the format of torch.save before torch 1.6; load it with torch.load and save it again"
         )
     return CorruptCheckpointError(f"{path} is not a file of torch.save ({error})")
-
-
-def _local_header(entry: zipfile.ZipInfo, raw: bytes) -> bytes:
-    """Return the bytes that should lie before the data of `entry`; `raw` begins with what does lie there.
-
-    The length of the extra fields is known from `raw` alone. torch ends them with one field "FB", filled with "Z", so
-    that the data begins at a multiple of 64.
-    """
-    name = entry.filename.encode()
-    deferred = entry.flag_bits & _HAS_DESCRIPTOR  # CRC and sizes then follow after the data
-    size = min(entry.file_size, 0xFFFFFFFF)
-    year, month, day, hour, minute, second = entry.date_time
-    length = int.from_bytes(raw[_LOCAL.size - 2 : _LOCAL.size], "little")
-    header = _LOCAL.pack(
-        b"PK\x03\x04",
-        entry.extract_version,
-        entry.flag_bits,
-        entry.compress_type,
-        hour << 11 | minute << 5 | second >> 1,
-        year - 1980 << 9 | month << 5 | day,
-        *((0, 0, 0) if deferred else (entry.CRC, size, size)),
-        len(name),
-        length,
-    )
-    extra = raw[len(header + name) :][:length]
-    fields = entry.extra
-    if not extra.startswith(fields):  # torch writes zeros for the second size of a large record, which it learns later
-        fields = fields[:12] + bytes(8) + fields[20:]
-    # other programs than torch write the sizes here, and may add fields of their own
-    if deferred or extra.startswith(fields + b"FB") or len(extra) < length:
-        padding = max(0, length - len(fields) - 4)
-        extra = (fields + b"FB" + padding.to_bytes(2, "little") + b"Z" * padding)[:length]
-    return header + name + extra
-
-
-def _descriptors(entry: zipfile.ZipInfo) -> tuple[bytes, ...]:
-    """Return what may follow the data of `entry`: the sizes have 4 or 8 bytes."""
-    if not entry.flag_bits & _HAS_DESCRIPTOR:
-        return (b"",)
-    values = (b"PK\x07\x08", entry.CRC, entry.compress_size, entry.file_size)
-    return tuple(d.pack(*values) for d in _DESCRIPTORS if d is _DESCRIPTORS[1] or entry.file_size < 1 << 32)
 
 
 def _content(

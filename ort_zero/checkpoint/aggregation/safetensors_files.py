@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 
-from ort_zero.checkpoint.aggregation.aggregation_plan import OPTIMIZER_JSON
+from ort_zero.checkpoint.aggregation.aggregation_plan import OPTIMIZER_JSON, SOURCE
 from ort_zero.checkpoint.files import dtypes, json_text, safetensors_header
 from ort_zero.checkpoint.files.allowed_names import is_plain_name
 from ort_zero.checkpoint.files.storage import Folder, open_folder
@@ -33,7 +33,8 @@ def open_safetensors(path: str) -> Source:
         path: file or folder, as a path or fsspec URL.
 
     Raises:
-        CorruptCheckpointError: a file is missing or damaged, or two files hold a tensor of one name.
+        CorruptCheckpointError: a file is missing or damaged, two files hold a tensor of one name, or are of two
+            checkpoints.
         CheckpointError: the folder has no safetensors file.
     """
     url = os.fspath(path)
@@ -46,6 +47,7 @@ def open_safetensors(path: str) -> Source:
     tensors: dict[tuple[str, str], Tensor] = {}
     files: dict[str, File] = {}
     aliases: dict[str, str] = {}
+    marks: dict[str, str] = {}
     for name in names:
         size = folder.size(name)
         if size is None:
@@ -59,6 +61,14 @@ def open_safetensors(path: str) -> Source:
             tensor = _tensor(folder, name, entry)
             if tensors.setdefault((tensor.kind, tensor.name), tensor) is not tensor:
                 raise CorruptCheckpointError(f"{folder.path(name)} holds {entry.name}, as another file does")
+        mark = header.metadata.get(SOURCE)
+        if isinstance(mark, str):
+            other = marks.setdefault(mark, name)
+            if len(marks) > 1:
+                first = next(iter(marks.values()))
+                raise CorruptCheckpointError(
+                    f"{folder.path(other)} and {first} are of two checkpoints: writing was interrupted; aggregate again"
+                )
         aliases.update({n: to for n, to in header.metadata.items() if isinstance(to, str) and to in header.entries})
     return Source(
         format="safetensors",
@@ -72,6 +82,7 @@ def open_safetensors(path: str) -> Source:
         aliases={alias: name for alias, name in aliases.items() if (WEIGHT, alias) not in tensors},
         frozen=frozenset(),
         optimizer=None,
+        save_id=next(iter(marks), ""),
     )
 
 

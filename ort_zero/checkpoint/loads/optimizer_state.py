@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from ort_zero.checkpoint.aggregation.aggregation_plan import OPTIMIZER_FORMAT, OPTIMIZER_JSON, OPTIMIZER_VERSION, SOURCE
+from ort_zero.checkpoint.aggregation.aggregation_plan import OPTIMIZER_FORMAT, OPTIMIZER_JSON, OPTIMIZER_VERSION
+from ort_zero.checkpoint.aggregation.safetensors_files import open_safetensors
 from ort_zero.checkpoint.files import json_text
-from ort_zero.checkpoint.files.allowed_names import is_plain_name
-from ort_zero.checkpoint.files.storage import CHUNK, Folder, LocalFolder, open_folder
+from ort_zero.checkpoint.files.dtypes import torch_dtype
+from ort_zero.checkpoint.files.storage import Folder, open_folder
 from ort_zero.checkpoint.format.values import decode_in_json
+from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
 from ort_zero.checkpoint.records import MAX_NAMED
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
@@ -42,11 +41,24 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, path: str | os.PathLi
     """
     folder = open_folder(path)
     about = _read_json(folder)
-    with ExitStack() as stack:
-        stored = _Stored(folder, stack, about["source"])
-        names = _names(optimizer, model, about["aliases"])
-        _check(optimizer, about, stored.shapes(), names, folder)
-        optimizer.load_state_dict(_state_dict(optimizer, about, stored, names))
+    name = "optimizer.safetensors"
+    if not folder.exists(name) and not folder.exists(f"{name}.index.json"):
+        raise CorruptCheckpointError(f"{folder.path(name)} is missing")
+    source = open_safetensors(folder.url)
+    if source.save_id not in ("", about["source"]):
+        raise CorruptCheckpointError(
+            f"{folder.path(OPTIMIZER_JSON)} and {name} are of two checkpoints: writing was interrupted; aggregate again"
+        )
+    stored = {(tensor.kind, tensor.name): tensor for tensor in source.tensors if tensor.is_optimizer_state}
+    names = _names(optimizer, model, about["aliases"])
+    _check(optimizer, about, {key: tensor.shape for key, tensor in stored.items()}, names, folder)
+    reader = CheckedReader(folder, source.files)
+    values: dict[tuple[str, str], torch.Tensor] = {}
+    for key, tensor in stored.items():
+        values[key] = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
+        target = values[key].view(-1)
+        reader.read([ReadRequest(tensor=tensor, start=0, length=tensor.elements, target=target)])
+    optimizer.load_state_dict(_state_dict(optimizer, about, values, names))
 
 
 def _read_json(folder: Folder) -> dict[str, Any]:
@@ -61,82 +73,6 @@ def _read_json(folder: Folder) -> dict[str, Any]:
         return {key: about[key] for key in ("aliases", "groups", "scalars", "source")}
     except (ValueError, AttributeError, KeyError) as error:
         raise CorruptCheckpointError(f"{folder.path(OPTIMIZER_JSON)} is damaged: {error}") from None
-
-
-class _Stored:
-    """The tensors of the stored optimizer state, each read on request.
-
-    Args:
-        folder: folder of the files.
-        stack: closes the files.
-        source: the checkpoint from which ``optimizer.json`` was made.
-
-    Raises:
-        CorruptCheckpointError: a file is missing, damaged, or of another checkpoint since writing was interrupted.
-    """
-
-    def __init__(self, folder: Folder, stack: ExitStack, source: str):
-        self._open: dict[str, Any] = {}
-        """Open file by the key of a tensor in it ("exp_avg/layer.weight")."""
-        for name in self._files(folder):
-            if not folder.exists(name):
-                raise CorruptCheckpointError(f"{folder.path(name)} is missing")
-            try:
-                file = stack.enter_context(safe_open(_local(folder, name, stack), framework="pt"))
-            except SafetensorError as error:
-                raise CorruptCheckpointError(f"{folder.path(name)} is damaged: {error}") from None
-            self._refuse_other(folder, name, (file.metadata() or {}).get(SOURCE), source)
-            self._open.update(dict.fromkeys(file.keys(), file))
-        for name in self._files(folder, "model"):
-            if isinstance(folder, LocalFolder) and folder.exists(name):
-                try:
-                    with safe_open(folder.path(name), framework="pt") as file:
-                        self._refuse_other(folder, name, (file.metadata() or {}).get(SOURCE), source)
-                except SafetensorError:
-                    continue  # the weights are not read here
-
-    def _refuse_other(self, folder: Folder, name: str, file_source: str | None, source: str) -> None:
-        if file_source not in (None, source):
-            raise CorruptCheckpointError(
-                f"{folder.path(name)} and {OPTIMIZER_JSON} are of two checkpoints: writing was interrupted; aggregate "
-                "again"
-            )
-
-    def _files(self, folder: Folder, stem: str = "optimizer") -> list[str]:
-        index = f"{stem}.safetensors.index.json"
-        if not folder.exists(index):
-            return [f"{stem}.safetensors"]
-        try:
-            names = set(json_text.loads(folder.read(index))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CorruptCheckpointError(f"{folder.path(index)} is damaged: {error}") from None
-        for name in names:
-            if not is_plain_name(name):
-                raise CorruptCheckpointError(f"{folder.path(index)} names a file outside of its folder: {name!r}")
-        return sorted(names)
-
-    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        """Return the shape of each (state, parameter)."""
-        shapes = {}
-        for key, file in self._open.items():
-            state, _, name = key.partition("/")
-            shapes[state, name] = tuple(file.get_slice(key).get_shape())
-        return shapes
-
-    def get(self, state: str, name: str) -> torch.Tensor:
-        """Return the tensor of one state of one parameter, read from its file now."""
-        return self._open[f"{state}/{name}"].get_tensor(f"{state}/{name}")
-
-
-def _local(folder: Folder, name: str, stack: ExitStack) -> str:
-    """Return the path of a local file, or of a local copy of a remote file."""
-    if isinstance(folder, LocalFolder):
-        return folder.path(name)
-    path = os.path.join(stack.enter_context(tempfile.TemporaryDirectory(prefix="ort_zero_")), name)
-    with open(path, "wb") as copy, folder.open(name) as source:
-        while block := source.read(CHUNK):
-            copy.write(block)
-    return path
 
 
 def _names(
@@ -196,7 +132,7 @@ def _check(
 def _state_dict(
     optimizer: torch.optim.Optimizer,
     about: Mapping[str, Any],
-    stored: _Stored,
+    stored: Mapping[tuple[str, str], torch.Tensor],
     names: Mapping[torch.nn.Parameter, set[str]],
 ) -> dict[str, Any]:
     """Return the argument of ``optimizer.load_state_dict``, by the optimizer's numbers of the parameters."""
@@ -204,8 +140,8 @@ def _state_dict(
     numbers = {p: n for n, p in enumerate(_parameters(optimizer))}
     owners = {name: parameter for parameter, every in names.items() for name in every}
     state: dict[int, dict[str, Any]] = {}
-    for kind, name in stored.shapes():
-        state.setdefault(numbers[owners[name]], {})[kind] = stored.get(kind, name)
+    for (kind, name), tensor in stored.items():
+        state.setdefault(numbers[owners[name]], {})[kind] = tensor
     for kind, values in about["scalars"].items():
         for name, number in values.items():
             state.setdefault(numbers[owners[name]], {})[kind] = torch.tensor(float(number), dtype=torch.float32)
