@@ -184,11 +184,7 @@ def find_source(path: str, tag: str | None = None, trust_pickle: bool = False, t
 
 
 def _only_or_newest(folder: Folder) -> LocatedCheckpoint:
-    """Return the only checkpoint in a folder without ``latest``, or the newest whole one of several with numbers.
-
-    Raises:
-        CheckpointError: there is no checkpoint, several without numbers, or no numbered checkpoint that is whole.
-    """
+    """Return the only checkpoint in a folder without ``latest``, or the newest whole one of several with numbers."""
     children: dict[str, list[Candidate]] = {}
     for candidate in checkpoints_below(folder):
         children.setdefault(candidate.name.partition("/")[0], []).append(candidate)

@@ -228,9 +228,6 @@ def _check_place(path: str, lengths: Mapping[int, int], size: int, value: Stored
         lengths: length in bytes of each storage's record by its offset.
         size: size of the file in bytes.
         value: the tensor.
-
-    Raises:
-        CorruptCheckpointError: the tensor lies outside of its storage's record, or is larger than the file.
     """
     if 0 in value.shape:
         return value

@@ -247,11 +247,7 @@ def _prepare(
     target: Folder,
     overwrite: bool,
 ) -> Job:
-    """Check the destination; return the job for all ranks.
-
-    Raises:
-        CheckpointError: the destination lies in the checkpoint or is not empty, or see :func:`_config_files`.
-    """
+    """Check the destination; return the job for all ranks."""
     source = selected.source
     written = {file.name for file in plan.files} | plan.texts.keys()
     existing = existing_names(target, source.root, (*written, *configs), overwrite)
@@ -281,11 +277,7 @@ def _prepare(
 def _config_files(
     selected: Selected, plan: Plan, configs: Mapping[str, ConfigFile]
 ) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return content and origin (folder or URL) of each configuration file to write, by name.
-
-    Raises:
-        CheckpointError: the checkpoint contains a file with a name that no configuration file has.
-    """
+    """Return content and origin (folder or URL) of each configuration file to write, by name."""
     source = selected.source
     refused = [name for name in source.config if not is_config_name(name)]
     if refused:  # checked again after the manifest's reader, since a name becomes a path here
@@ -341,11 +333,6 @@ def _write(
         verify: compare the bytes that are read with their checksums.
         strict: refuse NaN, inf, and values too large for the dtype.
         shown: show a progress bar on rank 0.
-
-    Raises:
-        CorruptCheckpointError: the checkpoint is damaged.
-        CheckpointError: `workers` is below one, or `strict` refuses values.
-        RankError: another rank failed.
     """
     rank_files = split(job.plan, ranks.rank, ranks.size)
     threads = _thread_count(workers, sum(file.size for file in rank_files))
@@ -391,11 +378,7 @@ def _source_bytes(files: tuple[OutputFile, ...]) -> int:
 
 
 def _thread_count(requested: int | None, size: int) -> int:
-    """Return the number of threads of a rank that writes `size` bytes.
-
-    Raises:
-        CheckpointError: `requested` is below 1.
-    """
+    """Return the number of threads of a rank that writes `size` bytes."""
     if requested is not None and requested < 1:
         raise CheckpointError(f"workers is {requested}, must be at least 1")
     return requested or max(1, min(env.threads_per_rank(), size // _MIN_BYTES_PER_THREAD))

@@ -230,11 +230,7 @@ def _check_names(source: Source) -> None:
 
 
 def _aliases(source: Source, weights: list[Tensor]) -> dict[str, str]:
-    """Return alias -> stored name for each alias of a written tensor.
-
-    Raises:
-        CheckpointError: an alias of a tensor that the checkpoint does not hold.
-    """
+    """Return alias -> stored name for each alias of a written tensor."""
     written = {t.name for t in weights}
     for alias, name in source.aliases.items():
         if name not in written and name not in source.frozen:
@@ -308,11 +304,7 @@ def _lay_out(shard: list[tuple[str, Tensor, str]]) -> tuple[OutputEntry, ...]:
 
 
 def _optimizer_json(source: Source, states: list[Tensor]) -> str:
-    """Return the text of ``optimizer.json``: the optimizer's groups, numbers and names without its tensors.
-
-    Raises:
-        CheckpointError: the checkpoint has no optimizer state.
-    """
+    """Return the text of ``optimizer.json``: the optimizer's groups, numbers and names without its tensors."""
     optimizer = source.optimizer
     if optimizer is None:
         raise CheckpointError(f"{source.root} holds no optimizer state; leave out --what weights+optimizer")

@@ -161,11 +161,7 @@ def convert(
 def _choices(
     source: Source, to: str, world_size: int | None, stage: int | None, dtype: str, sub_group_size: int
 ) -> Form:
-    """Return the form of the new checkpoint.
-
-    Raises:
-        CheckpointError: an argument has a wrong value, or does not fit another argument.
-    """
+    """Return the form of the new checkpoint."""
     if to not in FORMATS:
         raise CheckpointError(f"the format {to!r} is not known; choose {', '.join(FORMATS)}")
     if dtype not in CHOICES:

@@ -125,11 +125,7 @@ class ModuleState:
         return [n for n in self._values if n not in trained and n not in self.aliases and n not in self._buffers]
 
     def _whole_weights_of_zero3(self) -> Iterator[Tensor]:
-        """Yield the trained parameters that are in no optimizer's file, from the module file.
-
-        Raises:
-            CheckpointError: the module file does not have them whole, so they are in no file.
-        """
+        """Yield the trained parameters that are in no optimizer's file, from the module file."""
         shapes = {n: tuple(s) for group in self._files.module.get("param_shapes") or () for n, s in group.items()}
         for name, shape in shapes.items():
             if name in self._trained:

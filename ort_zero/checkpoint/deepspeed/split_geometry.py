@@ -151,11 +151,7 @@ def joined(parts: Sequence[Tensor], split: Split) -> Tensor:
 
 
 def _pieces(parts: Sequence[Tensor], split: Split) -> tuple[Piece, ...]:
-    """Return the pieces of the whole tensor, in order.
-
-    Raises:
-        ValueError: a block lies outside its part.
-    """
+    """Return the pieces of the whole tensor, in order."""
     size = itemsize(parts[0].dtype)
     starts = [[piece.start for piece in part.pieces] for part in parts]
     pieces: list[Piece] = []

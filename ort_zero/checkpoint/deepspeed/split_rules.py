@@ -203,11 +203,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _affine(entry: Any, shapes: Shapes) -> Split:
-    """Return the split that an entry of DeepSpeed's ``affine_map`` describes.
-
-    Raises:
-        ValueError: the entry cannot be read, or does not fit the parts.
-    """
+    """Return the split that an entry of DeepSpeed's ``affine_map`` describes."""
     try:
         whole = tuple(_number(n) for n in entry["logical_shape"])
         by_rank = {str(rank): value for rank, value in entry["ranks"].items()}

@@ -114,11 +114,7 @@ class _Splits:
         self.inferred: list[str] = []
 
     def find(self, name: str, parts: Sequence[Tensor]) -> Split | None:
-        """Return the split of a tensor; None if it is unknown.
-
-        Raises:
-            CheckpointError: a rule or a note does not fit the parts.
-        """
+        """Return the split of a tensor; None if it is unknown."""
         shapes = [part.shape for part in parts]
         rule = rule_for(self._rules, name)
         try:
@@ -147,10 +143,6 @@ class _Splits:
             parts: the ranks' parts.
             split: split of the tensor over the ranks.
             compare: compare the elements that several ranks hold.
-
-        Raises:
-            CorruptCheckpointError: elements differ that should be equal on several ranks.
-            CheckpointError: the split does not fit the parts.
         """
         for one, other in split.replicated if compare else ():
             if not same_values(self._folder, block_of(parts[one.rank], one), block_of(parts[other.rank], other)):

@@ -129,12 +129,7 @@ class _Values:
         self._file = file
 
     def __call__(self, value: Any, where: str) -> Any:
-        """Return `value` with its tensors read; messages name the value `where`.
-
-        Raises:
-            CheckpointError: the value holds an object of a class that ort_zero does not import.
-            CorruptCheckpointError: a tensor in the value is damaged.
-        """
+        """Return `value` with its tensors read; messages name the value `where`."""
         result, opaque = restored(value, self._tensor, where)
         for place, name in opaque.items():
             raise CheckpointError(

@@ -121,9 +121,6 @@ def _read_parameter(states: StateFiles, name: str, shape: tuple[int, ...] | None
         name: name of the parameter.
         shape: shape of the parameter; None if tensor-parallel ranks had parts of it.
         trust_pickle: let torch unpickle the files, which runs the code that they name.
-
-    Raises:
-        CorruptCheckpointError: the master is missing, or a file is damaged or of another shape.
     """
     place = f"{UNIVERSAL_FOLDER}/{name}"
     file_names = states.folder.child(place).names()

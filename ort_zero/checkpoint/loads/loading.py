@@ -138,13 +138,7 @@ def load(
 def _open(
     engine: Any, path: str, tag: str | None, trust_pickle: bool, tp_split: Sequence[str], ranks: RankGroup
 ) -> tuple[EngineState, Source]:
-    """Return the state of `engine`, and the checkpoint that `path` and `tag` lead to.
-
-    Raises:
-        UnreadableCheckpointError: the engine or the checkpoint is of an unknown kind; raised on all ranks.
-        CorruptCheckpointError: files are missing, damaged, or do not belong together.
-        CheckpointError: there is no checkpoint.
-    """
+    """Return the state of `engine`, and the checkpoint that `path` and `tag` lead to."""
     state: Any = None
     source: Any = None
     text = ""
@@ -176,12 +170,7 @@ def _open(
 
 
 def _read_training_state(folder: Folder, source: Source, trust_pickle: bool, ranks: RankGroup) -> TrainingState:
-    """Return the training state that this rank saved beside its tensors.
-
-    Raises:
-        UnreadableCheckpointError: a DeepSpeed file of any rank holds an object of a class that is not read.
-        CorruptCheckpointError: the file is missing or changed.
-    """
+    """Return the training state that this rank saved beside its tensors."""
     saved: Any = None
     text = ""
     with ranks.raise_on_all(_ACTION):

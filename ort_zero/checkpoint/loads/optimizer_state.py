@@ -78,11 +78,7 @@ def _read_json(folder: Folder) -> dict[str, Any]:
 def _names(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, aliases: Mapping[str, str]
 ) -> dict[torch.nn.Parameter, set[str]]:
-    """Return all names of each parameter of the optimizer.
-
-    Raises:
-        CheckpointError: a parameter of the optimizer is not in the model.
-    """
+    """Return all names of each parameter of the optimizer."""
     names: dict[torch.nn.Parameter, set[str]] = {p: set() for p in _parameters(optimizer)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter in names:

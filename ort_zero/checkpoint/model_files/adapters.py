@@ -135,11 +135,7 @@ def merged(source: Source, config: Mapping[str, Any], adapter: str | None) -> tu
 
 
 def _chosen(source: Source, adapter: str | None) -> str:
-    """Return the name of the adapter to use: `adapter`, or the only one in the checkpoint.
-
-    Raises:
-        CheckpointError: no adapter has this name, or several could be meant.
-    """
+    """Return the name of the adapter to use: `adapter`, or the only one in the checkpoint."""
     names = adapter_names(source)
     if adapter is None and len(names) > 1:
         raise CheckpointError(f"{source.root} holds several adapters, give one by --adapter: {', '.join(names)}")
@@ -182,11 +178,7 @@ def _pairs(weights: Mapping[str, Tensor], adapter: str) -> dict[str, tuple[Tenso
 def _merge(
     source: Source, base: Tensor, a: Tensor, b: Tensor, embedding: bool, config: Mapping[str, Any], layer: str
 ) -> Merge:
-    """Return the LoRA update of one base weight.
-
-    Raises:
-        CheckpointError: the shapes do not fit, as for convolutions, or the rank differs from the configuration.
-    """
+    """Return the LoRA update of one base weight."""
     fits = len(base.shape) == len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1]
     product = (b.shape[0], a.shape[-1]) if fits else ()
     transposed = bool(embedding or config.get("fan_in_fan_out"))

@@ -77,11 +77,7 @@ def _replacement(pattern: str) -> Callable[[str], str]:
 
 
 def _with_names(source: Source, change: Callable[[str], str], text: str) -> Source:
-    """Return the checkpoint with each name changed by `change`.
-
-    Raises:
-        CheckpointError: `change` changes no name, makes a name empty, or makes two names the same.
-    """
+    """Return the checkpoint with each name changed by `change`."""
     names = list(dict.fromkeys((*(tensor.name for tensor in source.tensors), *source.aliases)))
     table = {name: change(name) for name in names}
     if all(name == other for name, other in table.items()):

@@ -83,11 +83,7 @@ def select(source: Source, choices: Choices, configs: Mapping[str, bytes]) -> Se
 
 
 def _config(source: Source, configs: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the content of PEFT's ``adapter_config.json``.
-
-    Raises:
-        CheckpointError: the file is missing or is no JSON object.
-    """
+    """Return the content of PEFT's ``adapter_config.json``."""
     if adapters.CONFIG not in configs:
         raise CheckpointError(f"no {adapters.CONFIG} is in or beside {source.root}; copy PEFT's file there")
     try:

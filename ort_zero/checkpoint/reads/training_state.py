@@ -94,11 +94,7 @@ def _named(source: Source, rank: int, end: str) -> str | None:
 
 
 def _read_checked(folder: Folder, source: Source, name: str, limit: int | None = None) -> bytes:
-    """Return the bytes of a file; with a `limit` in bytes the file must be JSON.
-
-    Raises:
-        CorruptCheckpointError: the file is missing, or has another size or checksum than the manifest says.
-    """
+    """Return the bytes of a file; with a `limit` in bytes the file must be JSON."""
     size, stated = folder.size(name), source.files[name].size
     if size is not None and size != stated:
         raise CorruptCheckpointError(f"{folder.path(name)} is damaged: it has {size} bytes, the manifest says {stated}")

@@ -161,11 +161,7 @@ def _stored_options(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Return the hyper-parameter `key` as a JSON value.
-
-    Raises:
-        CheckpointError: the value, or a part of it, has a type that no checkpoint holds.
-    """
+    """Return the hyper-parameter `key` as a JSON value."""
     if torch.is_tensor(value):
         return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, (list, tuple)):

@@ -256,11 +256,7 @@ atexit.register(_fail_at_exit)
 
 
 def _agree(ranks: RankGroup, path: str, tag: str, buffers: Digests) -> tuple[str, str, str, list[Digests]]:
-    """Return save id, run id and suffix, the same on all ranks, and the digests of the buffers of all ranks.
-
-    Raises:
-        CheckpointError: the ranks save to different folders or tags.
-    """
+    """Return save id, run id and suffix, the same on all ranks, and the digests of the buffers of all ranks."""
     targets = ranks.gather((str(path), tag, buffers))
     for rank, other in enumerate(targets):
         if other[:2] != targets[0][:2]:
