@@ -5,8 +5,7 @@ engine is needed to have gigabytes. Each measurement runs in a process of its ow
 begins with the imports done; outputs are removed after each. Source files are on the disk itself before the first
 measurement, so that nobody waits for writes of another.
 
-Memory is the largest anonymous memory (RssAnon, sampled every 10 ms) beyond what the imports took. The limit is 256 MiB
-plus twice the largest tensor.
+Memory is the largest anonymous memory (RssAnon, sampled every 10 ms) beyond what the imports took.
 """
 
 from __future__ import annotations
@@ -43,9 +42,6 @@ COPY_GOAL = 1.3
 """Largest ratio of our time to that of writing the same bytes from memory."""
 READ_GOAL = 1.05
 """Largest ratio of the bytes that are read for the weights to those of the masters."""
-MEMORY_BASE = 256 * MIB
-FLAT_GOAL = 1.25
-"""Largest ratio of the memory for the largest checkpoint to that for the smallest."""
 IMPORTS = (
     "torch",
     "torch._dynamo",
@@ -60,8 +56,6 @@ IMPORTS = (
     "ort_zero.checkpoint.format.manifest",
 )
 """What no measurement pays for."""
-LINEAR_GOAL = 2.0
-"""Largest ratio of the time per byte of the largest checkpoint to that of the second smallest."""
 
 
 @dataclass(frozen=True)
@@ -145,11 +139,6 @@ def shapes_of(weights: int) -> dict[str, tuple[int, ...]]:
         for norm in ("norm1", "norm2"):
             shapes[f"h.{i}.{norm}.weight"] = shapes[f"h.{i}.{norm}.bias"] = (hidden,)
     return shapes
-
-
-def largest_of(shapes: dict[str, tuple[int, ...]]) -> int:
-    """Return the bytes of the largest tensor in fp32."""
-    return 4 * max(math.prod(shape) for shape in shapes.values())
 
 
 def bytes_of(shapes: dict[str, tuple[int, ...]]) -> int:
@@ -251,57 +240,46 @@ def write_ours(root: str, ranks: int, weights: int) -> dict[str, tuple[int, ...]
 
     from ort_zero.checkpoint.files.storage import open_folder
     from ort_zero.checkpoint.format import manifest
-    from ort_zero.checkpoint.records import MASTER, Optimizer, ParamGroup, Tensor
-    from ort_zero.checkpoint.saves.checkpoint_writer import file_name
-    from ort_zero.checkpoint.saves.shard_writer import ShardEntry, write_shard
+    from ort_zero.checkpoint.records import MASTER, Optimizer, ParamGroup, Source
+    from ort_zero.checkpoint.saves.capture import Shard
+    from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, joined, manifest_bytes, write_rank_files
+    from ort_zero.checkpoint.saves.shard_writer import ShardEntry
+    from ort_zero.compat.deepspeed_partitions import zero12_group
 
     shapes = shapes_of(weights)
-    total = bytes_of(shapes) // 4
-    own = -(-total // ranks)
     folder = open_folder(Path(root) / TAG)
     folder.make()
     (Path(root) / "latest").write_text(TAG)
-    files, pieces = [], {}
+    groups = (ParamGroup(names=tuple(shapes), options={"lr": 1e-3}),)
+    about = Source(
+        format="ort_zero", root=folder.url, tag=TAG, step=1, world_size=0, zero_stage=1, tensors=(), files={},
+        aliases={}, frozen=frozenset(), optimizer=Optimizer(class_name="AdamW", groups=groups, scalars={}),
+        dtype="F32", run_id="bench", save_id="bench",
+    )  # fmt: skip
+    packed = []
     for rank in range(ranks):
-        flat = torch.randn(own, generator=torch.Generator().manual_seed(rank))
-        for label, kinds in (("master", (MASTER,)), ("optimizer", ("exp_avg", "exp_avg_sq"))):
-            entries, position = [], 0
-            for name, shape in shapes.items():
-                low, high = max(position, rank * own), min(position + math.prod(shape), (rank + 1) * own)
-                if low < high:
-                    part = flat[low - rank * own : high - rank * own]
-                    entries += [ShardEntry(name=name, kind=kind, start=low - position, tensor=part) for kind in kinds]
-                position += math.prod(shape)
-            name = file_name(rank, label, "safetensors")
-            file, written = write_shard(folder, name, entries, {}, "bench")
-            folder.publish(name, "bench")
-            files.append(file)
-            for item in written:
-                pieces.setdefault((item.kind, item.name), []).append(item.piece)
-    document = manifest.build(
-        tensors=[
-            Tensor(name=name, kind=kind, dtype="F32", shape=shapes[name], pieces=tuple(cut))
-            for (kind, name), cut in pieces.items()
-        ],
-        files=files,
-        optimizer=Optimizer(
-            class_name="AdamW",
-            groups=(ParamGroup(names=tuple(shapes), options={"lr": 1e-3}),),
+        group = zero12_group(0, list(shapes), shapes, rank, ranks)
+        flat = torch.randn(group.size, generator=torch.Generator().manual_seed(rank))
+        entries = {
+            kind: [
+                ShardEntry(name=p.name, kind=kind, start=p.start, tensor=flat.narrow(0, p.offset, p.length))
+                for p in group.places
+            ]
+            for kind in (MASTER, "exp_avg", "exp_avg_sq")
+        }
+        shard = Shard(
+            weights=entries[MASTER],
+            moments=entries["exp_avg"] + entries["exp_avg_sq"],
+            extra={},
+            extra_tensors=[],
             scalars={"step": dict.fromkeys(shapes, 1.0)},
-        ),
-        tag=TAG,
-        step=1,
-        world_size=ranks,
-        zero_stage=1,
-        dtype="F32",
-        run_id="bench",
-        save_id="bench",
-        versions={},
-        aliases={},
-        frozen=[],
-        config={},
-    )
-    folder.write(manifest.NAME, manifest.dump(document), "bench")
+        )
+        job = SaveJob(path=root, about=about, shapes=shapes, suffix="", save_latest=False, durable=False, shard=shard)
+        names: list[str] = []
+        packed.append(write_rank_files(folder, job, rank, ranks, names).packed())
+        for name in names:
+            folder.publish(name, about.save_id)
+    folder.write(manifest.NAME, manifest_bytes(joined(folder, job, packed)), "bench")
     _settle(Path(root) / TAG)
     return shapes
 
@@ -439,60 +417,6 @@ def speed(scratch: str, kind: str, weights: int, args: argparse.Namespace) -> tu
     return {"weights": size, **result}, goals
 
 
-def _make(kind: str, root: str, ranks: int, total: float) -> dict[str, tuple[int, ...]]:
-    """Write a checkpoint of about `total` bytes; return the shapes."""
-    if kind == "ours":
-        return alone(write_ours, root, ranks, int(total / 3))
-    stage = int(kind[-1])
-    return alone(write_deepspeed, root, stage, ranks, int(total / (3 if stage == 3 else 4)))
-
-
-def memory(scratch: str, total: float, ranks: int) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Measure the memory of every stage, sharded and not, with and without the optimizer, at one size."""
-    rows, goals = [], []
-    for kind in ("zero1", "zero2", "zero3", "ours"):
-        source, out = f"{scratch}/source", f"{scratch}/out"
-        shapes = _make(kind, source, ranks, total)
-        limit = MEMORY_BASE + 2 * largest_of(shapes)
-        for what in ("weights", "weights+optimizer"):
-            for shards in ("sharded", "single"):
-                size = "100MB" if shards == "sharded" else "1TB"
-                got = alone(run_ours, source, out, {"what": what, "max_shard_size": size})
-                shutil.rmtree(out)
-                rows.append({"kind": kind, "what": what, "output": shards, "limit": limit, **got})
-                label = f"{kind}, {total / 1e9:.1f} GB, {what}, {shards}: memory, limit"
-                goals.append(Goal(label, got["growth"] / MIB, limit / MIB, 1.0, "MiB"))
-        shutil.rmtree(source)
-    return rows, goals
-
-
-def scaling(scratch: str, sizes: list[float], ranks: int) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Measure memory and time from small to large checkpoints, all that they hold into single files."""
-    rows, goals = [], []
-    for kind in ("zero1", "zero3", "ours"):
-        mine = []
-        for total in sizes:
-            source, out = f"{scratch}/source", f"{scratch}/out"
-            shapes = _make(kind, source, ranks, total)
-            options = {"what": "weights+optimizer", "max_shard_size": "1TB"}
-            got = alone(run_ours, source, out, options)
-            shutil.rmtree(out)
-            shutil.rmtree(source)
-            limit = MEMORY_BASE + 2 * largest_of(shapes)
-            mine.append({"kind": kind, "total": total, "limit": limit, **got})
-            label = f"{kind}, {total / 1e9:.1f} GB, everything: memory, limit"
-            goals.append(Goal(label, got["growth"] / MIB, limit / MIB, 1.0, "MiB"))
-        first, last = mine[0], mine[-1]
-        label = f"{kind}: memory of {last['total'] / 1e9:.1f} GB / of {first['total'] / 1e9:.1f} GB"
-        goals.append(Goal(label, last["growth"] / MIB, first["growth"] / MIB, FLAT_GOAL, "MiB"))
-        for_linear = mine[min(1, len(mine) - 2)] if len(mine) > 1 else first
-        label = f"{kind}: s per GB, {last['total'] / 1e9:.1f} GB / {for_linear['total'] / 1e9:.1f} GB"
-        per_gb = [row["seconds"] / row["bytes"] * 1e9 for row in (last, for_linear)]
-        goals.append(Goal(label, *per_gb, LINEAR_GOAL, "s/GB"))
-        rows += mine
-    return rows, goals
-
-
 def show_speed(kind: str, result: dict[str, Any]) -> None:
     """Print what each way took."""
     for way in sorted(result.keys() - {"weights"}):
@@ -502,20 +426,11 @@ def show_speed(kind: str, result: dict[str, Any]) -> None:
         print(f"{kind:<6} {way:<13}{got['seconds']:8.3f} s, {rate:5.2f} GB/s{extra}", flush=True)
 
 
-def show_scaling(rows: list[dict[str, Any]]) -> None:
-    """Print what each size took."""
-    for row in rows:
-        rate = row["bytes"] / 1e9 / row["seconds"]
-        sizes = f"{row['total'] / 1e9:4.1f} GB, {row['bytes'] / 1e9:5.2f} GB written"
-        print(f"{row['kind']:<6} {sizes}: {row['seconds']:7.3f} s, {rate:5.2f} GB/s", flush=True)
-
-
 def main() -> int:
     """Print the figures; return 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description="Time, memory and reads of aggregation, beside zero_to_fp32.")
     parser.add_argument("--weights", type=float, default=4.0, help="GB of fp32 weights, ZeRO-1 and ours")
     parser.add_argument("--zero3-weights", type=float, default=2.0, help="the same of the ZeRO-3 one")
-    parser.add_argument("--sizes", nargs="+", type=float, default=[0.5, 2.0, 8.0], help="GB of whole checkpoints")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", help="where to write; what is written is removed. Default: a temporary folder")
@@ -523,23 +438,17 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.quick:
-        args.weights, args.zero3_weights, args.sizes, args.rounds = 0.1, 0.1, [0.1, 0.2], 1
+        args.weights, args.zero3_weights, args.rounds = 0.1, 0.1, 1
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else every process warns that it found none
-    results: dict[str, Any] = {"speed": {}}
+    results: dict[str, Any] = {}
     goals: list[Goal] = []
     with tempfile.TemporaryDirectory(prefix="ort_zero_bench_", dir=args.dir) as scratch:
         for kind in ("zero1", "zero3", "ours"):
             size = args.zero3_weights if kind == "zero3" else args.weights
-            results["speed"][kind], more = speed(scratch, kind, int(size * 1e9), args)
+            results[kind], more = speed(scratch, kind, int(size * 1e9), args)
             goals += more
             if not args.json:
-                show_speed(kind, results["speed"][kind])
-        results["memory"], more = memory(scratch, min(args.sizes) * 1e9, args.ranks)
-        goals += more
-        results["scaling"], more = scaling(scratch, [size * 1e9 for size in sorted(args.sizes)], args.ranks)
-        goals += more
-        if not args.json:
-            show_scaling(results["scaling"])
+                show_speed(kind, results[kind])
     if args.json:
         print(json.dumps({**results, "goals": [goal.as_dict() for goal in goals]}))
     else:
