@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, overload
+from functools import lru_cache
+from typing import overload
 
 from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.checkpoint.records import Piece, Tensor
@@ -167,52 +166,34 @@ class PiecesOnDemand(Sequence[Piece]):
     """The pieces of a tensor whose rows are cut over the ranks, computed again when they are used.
 
     A matrix with 8192 rows on 8 ranks has 65536 pieces, a large model hundreds of these matrices. Only the pieces of
-    recently used tensors stay in memory. Thread-safe.
+    the :data:`TENSORS_KEPT` tensors used last stay in memory. Thread-safe.
 
     Args:
         parts: the ranks' parts.
         split: split of the tensor over the ranks.
     """
 
-    _recently_used: ClassVar[OrderedDict[int, PiecesOnDemand]] = OrderedDict()
-    _lock: ClassVar[threading.Lock] = threading.Lock()
-
     def __init__(self, parts: tuple[Tensor, ...], split: Split):
-        self._parts = parts
-        self._split = split
-        self._cached: tuple[Piece, ...] | None = None
+        self.parts = parts
+        self.split = split
 
     def __iter__(self) -> Iterator[Piece]:
-        return iter(self._all())
+        return iter(_recent_pieces(self))
 
     def __len__(self) -> int:
-        return len(self._all())
+        return len(_recent_pieces(self))
 
     @overload
     def __getitem__(self, index: int) -> Piece: ...
     @overload
     def __getitem__(self, index: slice) -> tuple[Piece, ...]: ...
     def __getitem__(self, index: int | slice) -> Piece | tuple[Piece, ...]:
-        return self._all()[index]
+        return _recent_pieces(self)[index]
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Sequence) and tuple(self) == tuple(other))
 
-    def __hash__(self) -> int:
-        return hash(self._split)
-
-    def __reduce__(self) -> tuple[type, tuple[tuple[Tensor, ...], Split]]:
-        return PiecesOnDemand, (self._parts, self._split)
-
-    def _all(self) -> tuple[Piece, ...]:
-        pieces = self._cached
-        if pieces is None:
-            self._cached = pieces = _pieces(self._parts, self._split)
-            with self._lock:
-                self._recently_used[id(self)] = self
-                while len(self._recently_used) > TENSORS_KEPT:
-                    self._recently_used.popitem(last=False)[1]._cached = None
-        return pieces
+@lru_cache(maxsize=TENSORS_KEPT)
+def _recent_pieces(pieces: PiecesOnDemand) -> tuple[Piece, ...]:
+    return _pieces(pieces.parts, pieces.split)
 
 
 def block_of(part: Tensor, block: Block) -> Tensor:

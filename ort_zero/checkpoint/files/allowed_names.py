@@ -13,50 +13,18 @@ import re
 
 from ort_zero.errors import CheckpointError
 
-CONFIG_FILES = (
-    "config.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "image_processor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-    "feature_extractor_config.json",
-    "adapter_config.json",
-    "model_index.json",
-    "scheduler_config.json",
-    "modules.json",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
-    "audio_tokenizer_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "tokenizer.model.v3",
-    "tiktoken.model",
-    "tekken.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "vocab-src.json",
-    "vocab-tgt.json",
-    "target_vocab.json",
-    "entity_vocab.json",
-    "word_shape.json",
-    "word_pronunciation.json",
-    "byte_maps.json",
-    "normalizer.json",
-    "emoji.json",
-    "bpe.codes",
-    "merges.txt",
-    "prophetnet.tokenizer",
-    "sentencepiece.bpe.model",
-    "sentencepiece.model",
-    "spiece.model",
-    "spm.model",
-    "spm_char.model",
-    "chat_template.jinja",
-    "chat_template.json",
+CONFIG_FILES = tuple(
+    (
+        "config.json generation_config.json preprocessor_config.json image_processor_config.json "
+        "video_preprocessor_config.json processor_config.json feature_extractor_config.json adapter_config.json "
+        "model_index.json scheduler_config.json modules.json sentence_bert_config.json "
+        "config_sentence_transformers.json audio_tokenizer_config.json tokenizer.json tokenizer_config.json "
+        "tokenizer.model tokenizer.model.v3 tiktoken.model tekken.json special_tokens_map.json added_tokens.json "
+        "vocab.json vocab.txt vocab-src.json vocab-tgt.json target_vocab.json entity_vocab.json word_shape.json "
+        "word_pronunciation.json byte_maps.json normalizer.json emoji.json bpe.codes merges.txt "
+        "prophetnet.tokenizer sentencepiece.bpe.model sentencepiece.model spiece.model spm.model spm_char.model "
+        "chat_template.jinja chat_template.json"
+    ).split()
 )
 """Names of the files that may lie beside the weights, in the order of reports."""
 _MODULE_CONFIG = re.compile(r"[a-z][a-z0-9_]{0,63}_config\.json")
