@@ -140,9 +140,9 @@ def save(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 def open_it(folder: Path) -> Any:
     """Return the checkpoint as its readers have it."""
-    from ort_zero.checkpoint.finding import open_checkpoint
+    from ort_zero.checkpoint.finding import find_source
 
-    return open_checkpoint(str(folder))
+    return find_source(str(folder))
 
 
 def open_stage(folder: Path, options: dict[str, Any]) -> dict[str, Any]:

@@ -294,27 +294,13 @@ def note_on_other(folder: Folder) -> tuple[str, ...]:
     return (note,)
 
 
-def open_checkpoint(
-    path: str, tag: str | None = None, trust_pickle: bool = False, tp_split: Sequence[str] = ()
-) -> Source:
-    """Open the checkpoint at `path`, in the format of ort_zero or DeepSpeed.
-
-    Args:
-        path: folder or fsspec URL: of one checkpoint, or of several with a file ``latest``.
-        tag: name of the checkpoint, if `path` holds several.
-        trust_pickle: unpickle every object in DeepSpeed's files, which can run code from the files.
-        tp_split: rules for how DeepSpeed's tensor-parallel ranks share tensors, as
-            :func:`~ort_zero.checkpoint.deepspeed.split_rules.parse_rules` reads them.
+def open_in(folder: Folder, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Source:
+    """Open the checkpoint in `folder` itself, of ort_zero or DeepSpeed; other arguments as of :func:`find_source`.
 
     Raises:
-        CheckpointError: `path` has no checkpoint in either format.
-        CorruptCheckpointError: files are missing, damaged, or do not belong together.
+        CheckpointError: `folder` has no checkpoint in either format, or one that cannot be read.
+        CorruptCheckpointError: files are missing or damaged.
     """
-    return open_in(manifest.locate(path, tag), trust_pickle, tp_split)
-
-
-def open_in(folder: Folder, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Source:
-    """Open the checkpoint in `folder` itself; arguments and errors as of :func:`open_checkpoint`."""
     with collection_paused():
         ours = manifest.read(folder)
         if ours is not None:

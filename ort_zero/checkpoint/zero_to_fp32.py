@@ -20,7 +20,7 @@ import torch
 from ort_zero.checkpoint.aggregation.aggregation import AggregateReport, aggregate
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import Folder, open_folder
-from ort_zero.checkpoint.finding import open_checkpoint
+from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
 from ort_zero.checkpoint.reads.training_state import read_training_state
@@ -133,7 +133,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         CheckpointError: the folder has no such checkpoint.
         CorruptCheckpointError: files of the checkpoint are damaged.
     """
-    weights = stored_weights(open_checkpoint(os.fspath(checkpoint_dir), tag), exclude_frozen_parameters)
+    weights = stored_weights(find_source(os.fspath(checkpoint_dir), tag), exclude_frozen_parameters)
     return dict(weights) if lazy_mode else read_all(weights)
 
 
@@ -258,7 +258,7 @@ def stage_file(checkpoint: str, folder: str) -> str:
         folder: folder for the file.
     """
     path = os.path.join(folder, "stage_optim_states.pt")
-    torch.save({"optimizer_state_dict": {"zero_stage": open_checkpoint(checkpoint).zero_stage}}, path)
+    torch.save({"optimizer_state_dict": {"zero_stage": find_source(checkpoint).zero_stage}}, path)
     return path
 
 
@@ -272,7 +272,7 @@ def client_state_file(checkpoint: str, folder: str) -> str:
     Raises:
         CorruptCheckpointError: the files of the checkpoint are damaged.
     """
-    source = open_checkpoint(checkpoint)
+    source = find_source(checkpoint)
     state = read_training_state(open_folder(source.root), source, 0)
     path = os.path.join(folder, "client_model_states.pt")
     torch.save(state.client_state, path)

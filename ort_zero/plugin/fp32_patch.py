@@ -20,11 +20,11 @@ def _read_fp32_state(original):
     @functools.wraps(original)
     def read(ds_checkpoint_dir, exclude_frozen_parameters):
         from ort_zero.checkpoint import zero_to_fp32
-        from ort_zero.checkpoint.finding import open_checkpoint
+        from ort_zero.checkpoint.finding import find_source
 
         if not zero_to_fp32.is_ours(ds_checkpoint_dir):
             return original(ds_checkpoint_dir, exclude_frozen_parameters)
-        weights = zero_to_fp32.stored_weights(open_checkpoint(ds_checkpoint_dir), exclude_frozen_parameters)
+        weights = zero_to_fp32.stored_weights(find_source(ds_checkpoint_dir), exclude_frozen_parameters)
         return weights if ds_compat.reads_stored_weights() else zero_to_fp32.read_all(weights)
 
     return read

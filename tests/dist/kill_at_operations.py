@@ -31,7 +31,7 @@ from ort_zero.checkpoint import load_optimizer_state, verify
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
 from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.files import storage
-from ort_zero.checkpoint.finding import open_checkpoint
+from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.records import MASTER, Optimizer, ParamGroup, Source
 from ort_zero.checkpoint.saves.capture import Shard
 from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, write_checkpoint
@@ -98,7 +98,7 @@ class Save:
         found = {}
         for tag in ("t0", "t1"):
             if (self.there / tag / "manifest.json").exists():
-                found[tag] = _value_in(open_checkpoint(str(self.there / tag)))
+                found[tag] = _value_in(find_source(str(self.there / tag)))
                 assert verify(self.there / tag, progress=False).ok
         if (self.there / "latest").exists():
             assert (self.there / "latest").read_text() in found, "latest names what is not whole"
@@ -111,7 +111,7 @@ class Save:
     def left(self, number: int) -> list[str]:
         """Return what nobody needs in the tag of a round that was not killed."""
         here = self.there / f"t{number % 2}"
-        found = {path.name for path in here.iterdir()} - open_checkpoint(str(here)).files.keys()
+        found = {path.name for path in here.iterdir()} - find_source(str(here)).files.keys()
         found |= {path.name for path in self.there.iterdir()}
         return sorted(name for name in found if "rank_" in name or name.endswith(".partial"))
 
@@ -233,7 +233,7 @@ class Convert:
         found = {}
         for to in ("ort_zero", "deepspeed", "universal"):
             if (self.there / to / "tag").exists():
-                found[to] = _value_in(open_checkpoint(str(self.there / to / "tag")))
+                found[to] = _value_in(find_source(str(self.there / to / "tag")))
                 assert verify(self.there / to / "tag", progress=False).ok
             latest = self.there / to / ("latest_universal" if to == "universal" else "latest")
             assert not latest.exists() or (latest.read_text() == "tag" and to in found), "latest names nothing"

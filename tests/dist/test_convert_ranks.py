@@ -15,7 +15,7 @@ from rank_processes.ranks import run_on_ranks
 
 from ort_zero.checkpoint import verify
 from ort_zero.checkpoint.conversions.converting import convert
-from ort_zero.checkpoint.finding import open_checkpoint
+from ort_zero.checkpoint.finding import find_source
 from ort_zero.distributed.launched_ranks import from_launcher
 
 FORMATS = ("ort_zero", "deepspeed", "universal")
@@ -60,7 +60,7 @@ def test_ranks_share_the_files_and_fail_as_one(tmp_path: Path):
         reports = [rank[number] for rank in results]
         assert all(report["type"] is None and report["files"] == reports[0]["files"] for report in reports), reports
         convert(tmp_path / "src" / "t", tmp_path / "alone" / to, to=to, stage=2, world_size=5, progress=False)
-        mine, theirs = (open_checkpoint(str(tmp_path / place / "t")) for place in (to, f"alone/{to}"))
+        mine, theirs = (find_source(str(tmp_path / place / "t")) for place in (to, f"alone/{to}"))
         assert verify(str(tmp_path / to / "t"), progress=False).ok and mine.world_size == 5
         assert mine.optimizer == theirs.optimizer and mine.files.keys() == theirs.files.keys()
         values = [{(t.kind, t.name): read(source, t) for t in source.tensors} for source in (mine, theirs)]

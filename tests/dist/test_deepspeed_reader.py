@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed_checkpoints import ALL, BF16_OPTIMIZER, FEW, STEPS, TRAINED, Odd, Variant, checkpoint_of, read
 
-from ort_zero.checkpoint.finding import open_checkpoint
+from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Source
 from ort_zero.errors import CheckpointError
@@ -44,7 +44,7 @@ def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 @pytest.fixture
 def opened(request, tmp_path_factory, world, variant):
     folder, held = checkpoint_of(tmp_path_factory, world, variant)
-    return open_checkpoint(str(folder)), held
+    return find_source(str(folder)), held
 
 
 @pytest.mark.parametrize(("world", "variant"), ZERO)
@@ -124,9 +124,9 @@ def test_without_optimizer_files(world: int, variant: Variant, tmp_path_factory,
         path.unlink()
     if variant.stage == 3:
         with pytest.raises(CheckpointError, match=r"no \*_optim_states.pt.*save_16bit_model"):
-            open_checkpoint(str(folder))
+            find_source(str(folder))
         return
-    source = open_checkpoint(str(folder))
+    source = find_source(str(folder))
     mine = {name: read(source, tensor) for name, tensor in source.weights().items()}
     assert_same(mine | {"head.weight": mine["embed.weight"]}, held["module"])
     assert source.by_name(MASTER) == {} and source.optimizer is None and source.notes

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
 from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.deepspeed.tensor_parallel import SplitUnknownError
-from ort_zero.checkpoint.finding import open_checkpoint
+from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.inspection.differences import diff
 from ort_zero.checkpoint.inspection.listing import list_checkpoints
 from ort_zero.checkpoint.inspection.verification import verify
@@ -57,7 +57,7 @@ def case(request, tmp_path_factory):
 
 def test_all_values_are_those_that_the_ranks_held(case):
     variant, folder, held = case
-    source = open_checkpoint(str(folder), tp_split=rules(variant))
+    source = find_source(str(folder), tp_split=rules(variant))
     assert (source.world_size, source.zero_stage, source.step) == (WORLD, variant.stage, STEPS)
     for kind in (MASTER, "exp_avg", "exp_avg_sq"):
         assert_same(values(source, kind), held.get(kind, {}))
@@ -94,13 +94,13 @@ def test_aggregate_and_verify(case, tmp_path):
 
 def test_convert_diff_and_ls(case, tmp_path):
     variant, folder, held = case
-    expected = open_checkpoint(str(folder), tp_split=rules(variant))
+    expected = find_source(str(folder), tp_split=rules(variant))
     if variant.train == "megatron":
         with pytest.raises(SplitUnknownError, match="--tp-split"):
             convert(folder, tmp_path / "ours", progress=False)
         assert list_checkpoints(folder)[0].whole is None and not (tmp_path / "ours").exists()
     convert(folder, tmp_path / "ours", world_size=3, tp_split=rules(variant), progress=False)
-    made = open_checkpoint(str(tmp_path / "ours"))
+    made = find_source(str(tmp_path / "ours"))
     assert verify(str(tmp_path / "ours"), progress=False).ok and made.world_size == 3
     for kind in {tensor.kind for tensor in expected.tensors}:
         assert_same(values(made, kind), values(expected, kind))
@@ -114,10 +114,10 @@ def test_convert_diff_and_ls(case, tmp_path):
 def test_universal(variant: Variant, tmp_path_factory, tmp_path):
     root, every = written(tmp_path_factory)
     held, folder = every[variant.name], root / f"{variant.name}_universal" / "step"
-    source = open_checkpoint(str(folder))
+    source = find_source(str(folder))
     for kind in (MASTER, "exp_avg", "exp_avg_sq"):
         assert_same(values(source, kind), held[kind])
-    plain = open_checkpoint(str(root / variant.name / "step"))
+    plain = find_source(str(root / variant.name / "step"))
     assert source.optimizer == plain.optimizer and (source.step, source.zero_stage) == (STEPS, variant.stage)
     others = {name: read(plain, tensor) for name, tensor in plain.weights().items() if name not in held[MASTER]}
     if variant.train == "pipeline":  # DeepSpeed's converter leaves them behind
@@ -142,7 +142,7 @@ def test_resumed_on_other_ranks_with_the_whole_model_on_each(tmp_path_factory):
         expected = held[name.removesuffix("_universal")]
         for kind in (MASTER, "exp_avg", "exp_avg_sq"):
             assert_same(resumed[name][kind], expected[kind])
-        plain = open_checkpoint(str(root / name.removesuffix("_universal") / "step"))
+        plain = find_source(str(root / name.removesuffix("_universal") / "step"))
         frozen = read(plain, plain.weights()["frozen.weight"])
         assert bits(resumed[name]["module"]["frozen.weight"]) == bits(frozen.float())
         assert resumed[name]["module"]["table"].equal(torch.arange(5.0)) and resumed[name]["steps"]["global"] == STEPS
@@ -180,7 +180,7 @@ def test_a_missing_file_is_named(copy, name, file):
     folder = copy(name)
     (folder / file).unlink()
     with pytest.raises(CorruptCheckpointError, match=f"{file} is missing"):
-        open_checkpoint(str(folder), tp_split=RULES)
+        find_source(str(folder), tp_split=RULES)
     report = verify(str(folder), progress=False, tp_split=RULES)
     assert len(report.problems) == 1 and f"{file} is missing" in report.problems[0]
 
@@ -190,14 +190,14 @@ def test_the_last_layer_of_a_pipeline_without_zero_is_missed(copy):
     folder = copy("pipeline_0")
     sorted(folder.glob("layer_*"))[-1].unlink()
     with pytest.raises(CorruptCheckpointError, match="layer.* is missing"):
-        open_checkpoint(str(folder))
+        find_source(str(folder))
     report = verify(str(folder), progress=False)
     assert len(report.problems) == 1 and "is missing" in report.problems[0]
 
 
 def test_the_optimizers_of_experts_without_zero_are_checked(copy):
     folder = copy("experts_0")
-    assert any("saved without ZeRO, and is not read" in note for note in open_checkpoint(str(folder)).notes)
+    assert any("saved without ZeRO, and is not read" in note for note in find_source(str(folder)).notes)
     path = folder / "expp_rank_1_mp_rank_00_optim_states.pt"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -223,20 +223,20 @@ def test_swapped_files_are_found(copy, name, one, other):
     (folder / other).rename(folder / one)
     (folder / "x").rename(folder / other)
     with pytest.raises(CorruptCheckpointError, match=f"{one}.* was written as {Path(other).stem}.pt"):
-        open_checkpoint(str(folder), tp_split=RULES)
+        find_source(str(folder), tp_split=RULES)
 
 
 def test_files_of_another_run_are_found(copy):
     folder, other = copy("megatron_2"), copy("megatron_1_bf16")
     shutil.copy(other / "mp_rank_01_model_states.pt", folder)
     with pytest.raises(CorruptCheckpointError, match="mp_rank_01_model_states.pt|optim_states.pt"):
-        open_checkpoint(str(folder), tp_split=RULES)
+        find_source(str(folder), tp_split=RULES)
 
 
 def test_without_rules_the_split_is_asked_for_by_name(copy):
     folder = copy("megatron_1_bf16")
     with pytest.raises(SplitUnknownError, match=r"embed.weight \[4, 6\], .*--tp-split.*o_proj") as caught:
-        open_checkpoint(str(folder))
+        find_source(str(folder))
     text = str(caught.value)
     assert all(name in text for name in SPLITS) and "norm.weight" not in text and "down.bias" not in text
     report = verify(str(folder), progress=False)
@@ -247,8 +247,8 @@ def test_a_file_of_rules_and_rules_that_do_not_fit(copy, tmp_path):
     folder = copy("megatron_1_bf16")
     table = {rule.partition("=")[0]: rule.partition("=")[2] for rule in RULES}
     (tmp_path / "rules.json").write_text(json.dumps(table))
-    expected = open_checkpoint(str(folder), tp_split=RULES)
-    assert open_checkpoint(str(folder), tp_split=[str(tmp_path / "rules.json")]).tensors == expected.tensors
+    expected = find_source(str(folder), tp_split=RULES)
+    assert find_source(str(folder), tp_split=[str(tmp_path / "rules.json")]).tensors == expected.tensors
     for rule, reason in (
         ("up.weight=2", "no dimension 2"),
         ("up.weight=replicated", "different values of up.weight"),
@@ -257,7 +257,7 @@ def test_a_file_of_rules_and_rules_that_do_not_fit(copy, tmp_path):
         ("no_file", "neither a rule nor a file"),
     ):
         with pytest.raises(CheckpointError, match=reason):
-            open_checkpoint(str(folder), tp_split=[rule, *RULES])
+            find_source(str(folder), tp_split=[rule, *RULES])
 
 
 def test_sizes_in_config_json_tell_the_split(copy):
@@ -265,14 +265,14 @@ def test_sizes_in_config_json_tell_the_split(copy):
     config = {"model_type": "x", "hidden_size": 6, "intermediate_size": 8}
     (folder / "config.json").write_text(json.dumps(config))
     fused = ["gate_up.weight=0/2", "out.weight=1"]  # 6 x 6 on each rank: both dimensions are sizes of the model
-    source = open_checkpoint(str(folder), tp_split=fused)
-    assert source.tensors == open_checkpoint(str(folder), tp_split=RULES).tensors
+    source = find_source(str(folder), tp_split=fused)
+    assert source.tensors == find_source(str(folder), tp_split=RULES).tensors
     assert any("config.json" in note and "down.weight" in note for note in source.notes)
 
 
 def test_megatrons_own_notes_tell_the_split(copy):
     folder = copy("megatron_1_bf16")
-    before = open_checkpoint(str(folder), tp_split=RULES)
+    before = find_source(str(folder), tp_split=RULES)
     expected = {(tensor.kind, tensor.name): read(before, tensor) for tensor in before.tensors}
     for path in folder.glob("mp_rank_*"):
         info = {
@@ -284,7 +284,7 @@ def test_megatrons_own_notes_tell_the_split(copy):
             "original_vocab_size": 7,
         }
         torch.save({**torch.load(path, weights_only=False), "universal_checkpoint_info": info}, path)
-    source = open_checkpoint(str(folder))
+    source = find_source(str(folder))
     assert {(tensor.kind, tensor.name) for tensor in source.tensors} == expected.keys()
     for tensor in source.tensors:
         whole = expected[tensor.kind, tensor.name]

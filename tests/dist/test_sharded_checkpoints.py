@@ -22,7 +22,7 @@ from deepspeed_checkpoints import read
 from rank_processes.ranks import run_on_ranks
 
 from ort_zero.checkpoint import aggregate, verify
-from ort_zero.checkpoint.finding import open_checkpoint
+from ort_zero.checkpoint.finding import find_source
 
 WORLDS = (1, 2, 3, 4)
 STAGES = (0, 1, 2, 3)
@@ -125,7 +125,7 @@ def test_training_goes_on_at_any_world_size_and_stage(saved, world):
 
 def assert_same_state(folder: Path, tag: str, other_folder: Path, other_tag: str) -> None:
     """Compare masters, moments, numbers and hyper-parameters of two checkpoints, bit by bit."""
-    one, other = open_checkpoint(str(folder), tag), open_checkpoint(str(other_folder), other_tag)
+    one, other = find_source(str(folder), tag), find_source(str(other_folder), other_tag)
     tensors, others = ({(t.kind, t.name): read(s, t) for t in s.tensors} for s in (one, other))
     assert {kind for kind, _ in tensors} == {"master", "weight", "buffer", "exp_avg", "exp_avg_sq"}
     assert tensors.keys() == others.keys()

@@ -19,7 +19,7 @@ from ort_zero.checkpoint.conversions import converting
 from ort_zero.checkpoint.conversions.conversion import Conversion
 from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.files.storage import LocalFolder
-from ort_zero.checkpoint.finding import open_checkpoint
+from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.records import MASTER, Source
 from ort_zero.cli.main import main
@@ -77,12 +77,12 @@ def test_ours_to_deepspeeds_and_back(tmp_path, stage, world):
     checkpoint_files.write(tmp_path / "ours" / "t", tensors)
     report = convert(tmp_path / "ours" / "t", tmp_path / "theirs", to="deepspeed", stage=stage, world_size=world)
     assert report.world_size == world and report.zero_stage == stage
-    theirs = open_checkpoint(str(tmp_path / "theirs"))
+    theirs = find_source(str(tmp_path / "theirs"))
     assert (theirs.format, theirs.world_size, theirs.zero_stage) == ("deepspeed", world, stage)
-    assert_same(open_checkpoint(str(tmp_path / "ours" / "t")), theirs)
+    assert_same(find_source(str(tmp_path / "ours" / "t")), theirs)
     assert not verify(str(tmp_path / "theirs"), progress=False).problems
     convert(tmp_path / "theirs", tmp_path / "back", world_size=3)
-    assert_same(theirs, open_checkpoint(str(tmp_path / "back")))
+    assert_same(theirs, find_source(str(tmp_path / "back")))
     assert not verify(str(tmp_path / "back"), progress=False).problems
 
 
@@ -92,12 +92,12 @@ def test_a_universal_checkpoint_is_read_again_and_checked(tmp_path, stage):
     checkpoint_files.write(tmp_path / "ours" / "t", tensors)
     convert(tmp_path / "ours" / "t", tmp_path / "out", to="universal", stage=stage, world_size=2, progress=False)
     place = str(tmp_path / "out" / "global_step7")
-    assert_same(open_checkpoint(str(tmp_path / "ours" / "t")), open_checkpoint(place))
-    assert open_checkpoint(place).zero_stage == stage
+    assert_same(find_source(str(tmp_path / "ours" / "t")), find_source(place))
+    assert find_source(place).zero_stage == stage
     report = verify(place, progress=False)
     assert report.ok and report.files == len([p for p in (tmp_path / "out").rglob("*.pt")])
     convert(place, tmp_path / "back", progress=False)
-    assert_same(open_checkpoint(place), open_checkpoint(str(tmp_path / "back")))
+    assert_same(find_source(place), find_source(str(tmp_path / "back")))
     second = tmp_path / "out" / "global_step7" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     data = bytearray(second.read_bytes())
     data[data.index(checkpoint_files.raw(tensors["weight", "ice.weight"])[:30])] ^= 1
@@ -106,14 +106,14 @@ def test_a_universal_checkpoint_is_read_again_and_checked(tmp_path, stage):
     content = torch.load(second, weights_only=False)
     torch.save({**content, "global_steps": 8}, second)
     with pytest.raises(CorruptCheckpointError, match=f"{second.name} is of another global step"):
-        open_checkpoint(place)
+        find_source(place)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_deepspeeds_at_another_world_size_and_stage(tmp_path, stage):
     deepspeed_states.write(tmp_path / "a" / "t", stage, 2)
     convert(tmp_path / "a" / "t", tmp_path / "b", to="deepspeed", stage=4 - stage, world_size=3, sub_group_size=5)
-    assert_same(open_checkpoint(str(tmp_path / "a" / "t")), open_checkpoint(str(tmp_path / "b")))
+    assert_same(find_source(str(tmp_path / "a" / "t")), find_source(str(tmp_path / "b")))
 
 
 def test_the_command_reports_refuses_and_replaces(tmp_path, capsys):
@@ -124,16 +124,16 @@ def test_the_command_reports_refuses_and_replaces(tmp_path, capsys):
     assert report["tag"] == "t" and report["world_size"] == 2 and "manifest.json" in report["files"]
     assert (tmp_path / "out" / "latest").read_text() == "t"
     assert main(command) == 2 and "--overwrite" in capsys.readouterr().err
-    before = open_checkpoint(str(tmp_path / "out"))
+    before = find_source(str(tmp_path / "out"))
     assert main([*command[:3], "--world-size", "5", "--overwrite"]) == 0
-    after = open_checkpoint(str(tmp_path / "out"))
+    after = find_source(str(tmp_path / "out"))
     assert (before.world_size, after.world_size) == (2, 5)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["latest", "t"]
     (tmp_path / "out" / "t" / "notes.txt").write_text("mine")
     assert main([*command[:3], "--overwrite"]) == 2 and "notes.txt" in capsys.readouterr().err
     assert (tmp_path / "out" / "t" / "notes.txt").read_text() == "mine"
     assert main(["convert", str(tmp_path / "ours" / "t"), str(tmp_path / "ours")]) == 2  # onto itself
-    assert open_checkpoint(str(tmp_path / "ours" / "t")).world_size == 3
+    assert find_source(str(tmp_path / "ours" / "t")).world_size == 3
 
 
 @pytest.mark.parametrize("to", ["ort_zero", "deepspeed", "universal"])
@@ -160,7 +160,7 @@ def test_a_damaged_source_leaves_the_destination_as_it_was(tmp_path, kind, to):
 
 def data_of(folder: Path) -> float:
     """Return a value of rank 1's moments."""
-    source = open_checkpoint(str(folder))
+    source = find_source(str(folder))
     return read(source, source.by_name("exp_avg")["embed.weight"]).flatten()[-1].item()
 
 
@@ -171,13 +171,13 @@ def test_remote_folders(tmp_path, to):
         checkpoint_files.write("memory://convert/ours/t", tag="t")
         convert("memory://convert/ours/t", "memory://convert/out", to=to, stage=2, world_size=2, progress=False)
         convert("memory://convert/ours/t", tmp_path, to=to, stage=2, world_size=2, progress=False)
-        assert_same(open_checkpoint("memory://convert/out/t"), open_checkpoint(str(tmp_path / "t")))
+        assert_same(find_source("memory://convert/out/t"), find_source(str(tmp_path / "t")))
         assert verify("memory://convert/out/t", progress=False).ok
         assert not [path for path in remote.find("/convert") if path.endswith(".partial")]
         with pytest.raises(CheckpointError, match="only local folders are replaced"):
             convert("memory://convert/ours/t", "memory://convert/out", to=to, stage=2, overwrite=True, progress=False)
         convert("memory://convert/out/t", tmp_path / "back", progress=False)
-        assert_same(open_checkpoint("memory://convert/out/t"), open_checkpoint(str(tmp_path / "back")))
+        assert_same(find_source("memory://convert/out/t"), find_source(str(tmp_path / "back")))
     finally:
         remote.rm("/convert", recursive=True)
 
@@ -193,7 +193,7 @@ def test_a_piece_that_ranks_share_is_read_whole_once(tmp_path, monkeypatch, bloc
                for kind in (MASTER, "exp_avg", "exp_avg_sq")}  # fmt: skip
     checkpoint_files.write(tmp_path / "t", tensors, ranks=old, aliases={}, frozen=[])
     report = convert(tmp_path / "t", tmp_path / "new", to=to, stage=stage, world_size=new, progress=False)
-    found = open_checkpoint(report.destination)
+    found = find_source(report.destination)
     assert found.world_size == new and verify(report.destination, progress=False).ok
     values = values_of(found)
     assert all(torch.equal(values[key], value) for key, value in tensors.items())

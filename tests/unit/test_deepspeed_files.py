@@ -19,7 +19,7 @@ from deepspeed_states import GROUPS, MASTERS, deepspeed_names, module_values, wr
 
 from ort_zero.checkpoint import torch_file
 from ort_zero.checkpoint.files.storage import open_folder
-from ort_zero.checkpoint.finding import open_checkpoint
+from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.records import MASTER
 from ort_zero.checkpoint.restored_values import restored
@@ -48,7 +48,7 @@ class Foreign:
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_every_value_is_found(tmp_path, stage, world):
     held = write(tmp_path / "c", stage, world)
-    source = open_checkpoint(str(tmp_path / "c"))
+    source = find_source(str(tmp_path / "c"))
     for kind in MASTERS:
         assert {n: read(source, t).tolist() for n, t in source.by_name(kind).items()} == {
             n: v.tolist() for n, v in held[kind].items()
@@ -66,13 +66,13 @@ def test_every_value_is_found(tmp_path, stage, world):
 
 def test_a_transposed_frozen_parameter_keeps_its_strides(tmp_path):
     write(tmp_path / "c", 1, 2)
-    assert open_checkpoint(str(tmp_path / "c")).weights()["ice"].strides == (1, 3)
+    assert find_source(str(tmp_path / "c")).weights()["ice"].strides == (1, 3)
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_padding_after_each_parameter(tmp_path, world):
     held = write(tmp_path / "c", 2, world, paddings=True)
-    source = open_checkpoint(str(tmp_path / "c"))
+    source = find_source(str(tmp_path / "c"))
     assert all(read(source, t).equal(held["exp_avg"][n]) for n, t in source.by_name("exp_avg").items())
     assert all(read(source, t).equal(held["master"][n]) for n, t in source.by_name(MASTER).items())
 
@@ -80,7 +80,7 @@ def test_padding_after_each_parameter(tmp_path, world):
 def test_files_of_a_gpu_run_are_read_without_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:3")
     held = write(tmp_path / "c", 3, 2)
-    source = open_checkpoint(str(tmp_path / "c"))
+    source = find_source(str(tmp_path / "c"))
     assert all(read(source, t).equal(held["master"][n]) for n, t in source.by_name(MASTER).items())
 
 
@@ -88,8 +88,8 @@ def test_nothing_but_plain_values_is_read_and_deepspeed_is_not_needed(tmp_path):
     write(tmp_path / "c", 2, 2)
     code = (
         "import sys; sys.modules['deepspeed'] = None\n"
-        "from ort_zero.checkpoint.finding import open_checkpoint\n"
-        "print(len(open_checkpoint(sys.argv[1]).tensors))"
+        "from ort_zero.checkpoint.finding import find_source\n"
+        "print(len(find_source(sys.argv[1]).tensors))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], capture_output=True, text=True)
     assert done.stdout.strip() == "14", done.stderr
@@ -102,7 +102,7 @@ def test_parameters_without_elements_are_not_taken_for_tied(tmp_path):
             content["shared_params"]["none.b"] = "none.a"  # DeepSpeed goes by the address, which is 0 for both
 
     write(tmp_path / "c", 1, 2, change=change)
-    source = open_checkpoint(str(tmp_path / "c"))
+    source = find_source(str(tmp_path / "c"))
     assert source.weights()["none.b"].shape == (3, 0) and "none.b" not in source.aliases
 
 
@@ -113,7 +113,7 @@ def test_state_without_a_value_per_element_is_left_out_with_a_note(tmp_path):
                 entry["factors"] = torch.zeros(2, 2)
 
     write(tmp_path / "c", 1, 2, change=change)
-    source = open_checkpoint(str(tmp_path / "c"))
+    source = find_source(str(tmp_path / "c"))
     assert not source.by_name("factors") and "factors" in source.notes[0]
 
 
@@ -125,7 +125,7 @@ def test_before_the_first_step_there_are_masters_only(tmp_path, stage):
             zero["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["state"] = {}
 
     write(tmp_path / "c", stage, 2, change=change)
-    source = open_checkpoint(str(tmp_path / "c"))
+    source = find_source(str(tmp_path / "c"))
     assert len(source.by_name(MASTER)) == 4 and not source.by_name("exp_avg") and source.optimizer.scalars == {}
 
 
@@ -134,7 +134,7 @@ def test_before_the_first_step_there_are_masters_only(tmp_path, stage):
 
 def refused(folder: Path, file: str, reason: str, kind: type[Exception] = CorruptCheckpointError) -> None:
     with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(str(folder))
+        find_source(str(folder))
     message = str(caught.value)
     assert type(caught.value) is kind, message
     assert file in message and re.search(reason, message) and "\n" not in message, message
@@ -155,7 +155,7 @@ def test_module_file_of_another_step(tmp_path):
             content["global_steps"] = 9
 
     write(tmp_path / "started_anew", 1, 2, change=later)
-    assert "different saves" in open_checkpoint(str(tmp_path / "started_anew")).notes[0]
+    assert "different saves" in find_source(str(tmp_path / "started_anew")).notes[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -178,9 +178,9 @@ def test_weights_that_a_program_has_put_into_the_module_are_read(tmp_path, dtype
     write(tmp_path / "c", 2, 2, change=as_cast(0.0))
     write(tmp_path / "other", 2, 2, change=as_cast(0.25))
     for name in ("c", "other"):
-        assert not open_checkpoint(str(tmp_path / name)).notes
+        assert not find_source(str(tmp_path / name)).notes
     shutil.copy(tmp_path / "other" / MODULE, tmp_path / "c")
-    source = open_checkpoint(str(tmp_path / "c"))
+    source = find_source(str(tmp_path / "c"))
     assert source.by_name("module").keys() == source.by_name("master").keys()
     assert any("--from module" in note for note in verify(str(tmp_path / "c"), progress=False).notes)
 
@@ -196,7 +196,7 @@ def test_nan_in_weights_and_masters_alike_is_no_mixture(tmp_path):
                 flat.fill_(torch.nan)
 
     write(tmp_path / "c", 2, 2, change=change)
-    assert not open_checkpoint(str(tmp_path / "c")).notes
+    assert not find_source(str(tmp_path / "c")).notes
 
 
 @STAGES
@@ -208,11 +208,11 @@ def test_an_object_of_a_foreign_class_is_a_record_and_not_made(tmp_path, stage):
         content = torch.load(tmp_path / "c" / name, weights_only=False)
         content["extra"] = Foreign()
         torch.save(content, tmp_path / "c" / name)
-    found = open_checkpoint(str(tmp_path / "c"))
+    found = find_source(str(tmp_path / "c"))
     assert len(found.tensors) == 14 and Foreign.made == 0
     assert any(f"{Foreign.__module__}.Foreign" in note for note in found.notes)
     with deepspeed_names():
-        assert len(open_checkpoint(str(tmp_path / "c"), trust_pickle=True).tensors) == 14
+        assert len(find_source(str(tmp_path / "c"), trust_pickle=True).tensors) == 14
     assert Foreign.made == 1
 
 
@@ -258,7 +258,7 @@ def test_large_numbers_in_names_of_files_cost_nothing(tmp_path):
     write(tmp_path / "b", 1, 1)
     shutil.copy(tmp_path / "b" / MODULE, tmp_path / "b" / f"mp_rank_{many}_model_states.pt")
     with pytest.raises(CorruptCheckpointError):
-        open_checkpoint(str(tmp_path / "b"))
+        find_source(str(tmp_path / "b"))
 
 
 def test_layers_of_a_pipeline_without_a_file_are_named_whatever_their_numbers(tmp_path):
@@ -270,7 +270,7 @@ def test_layers_of_a_pipeline_without_a_file_are_named_whatever_their_numbers(tm
     torch.save(states, tmp_path / "c" / MODULE)
     for number in (many, 1, 2, 4):
         torch.save({"weight": torch.full((2,), number % 7.0)}, tmp_path / "c" / f"layer_{number:02}-model_states.pt")
-    source = open_checkpoint(str(tmp_path / "c"))
+    source = find_source(str(tmp_path / "c"))
     assert f"layers 0, 3, 5 to {many - 1} of the pipeline have no file: they have no tensors, or share them" in (
         source.notes
     )

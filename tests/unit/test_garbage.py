@@ -35,10 +35,10 @@ def test_it_rests_while_a_checkpoint_is_opened(tmp_path, monkeypatch):
     monkeypatch.setattr(finding.manifest, "open_ours", lambda folder: seen.append(gc.isenabled()) or real(folder))
     (tmp_path / "a").touch()
     with pytest.raises(CheckpointError):
-        finding.open_checkpoint(str(tmp_path / "a" / ".."), None)
+        finding.find_source(str(tmp_path / "a" / ".."), None)
     with pytest.raises(CheckpointError):
         (tmp_path / "latest").write_text("t")
         (tmp_path / "t").mkdir()
         (tmp_path / "t" / "x").touch()
-        finding.open_checkpoint(str(tmp_path), None)
+        finding.find_source(str(tmp_path), None)
     assert seen == [False] and gc.isenabled()

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from ort_zero.checkpoint import aggregate, verify
 from ort_zero.checkpoint.files.storage import open_folder
-from ort_zero.checkpoint.finding import open_checkpoint
+from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.pieces import CHECK_BYTES, PieceRuns, check_cover, overlaps, run_of
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
@@ -236,7 +236,7 @@ def tag(tmp_path_factory) -> Path:
 
 
 def test_pieces_that_lie_alike_are_one_row_and_read_as_themselves(tag):
-    source = open_checkpoint(str(tag))
+    source = find_source(str(tag))
     for tensor in source.tensors:
         runs, plain = tensor.pieces, tuple(tensor.pieces)
         assert runs == plain and plain == runs and len(runs) == len(plain) and runs != (*plain, None)
@@ -261,7 +261,7 @@ def test_every_command_reads_runs(tag, tmp_path):
 
 
 def test_any_range_is_read_from_the_pieces_that_hold_it(tag):
-    source = open_checkpoint(str(tag))
+    source = find_source(str(tag))
     reader = CheckedReader(open_folder(tag), source.files)
     for tensor in source.tensors:
         whole = values("master" if tensor.kind == "weight" else tensor.kind, tensor.name)
