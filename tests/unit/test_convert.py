@@ -103,10 +103,6 @@ def test_a_universal_checkpoint_is_read_again_and_checked(tmp_path, stage):
     data[data.index(checkpoint_files.raw(tensors["weight", "ice.weight"])[:30])] ^= 1
     second.write_bytes(data)
     assert second.name in "".join(verify(place, progress=False).problems)
-    content = torch.load(second, weights_only=False)
-    torch.save({**content, "global_steps": 8}, second)
-    with pytest.raises(CorruptCheckpointError, match=f"{second.name} is of another global step"):
-        find_source(place)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
