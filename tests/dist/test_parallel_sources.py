@@ -168,7 +168,6 @@ REMOVED = [
     ("experts_1", "layer_0_expert_3_mp_rank_00_model_states.pt"),
     ("experts_0", "layer_1_expert_1_mp_rank_00_model_states.pt"),
     ("experts_1", "zero_pp_rank_2_mp_rank_00_optim_states.pt"),
-    ("experts_0", "expp_rank_0_mp_rank_00_optim_states.pt"),
     ("megatron_2", "mp_rank_01_model_states.pt"),
     ("megatron_3", "zero_pp_rank_1_mp_rank_01_model_states.pt"),
     ("plain_3_universal", "zero/up.weight/fp32.pt"),
