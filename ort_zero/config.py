@@ -101,11 +101,11 @@ class StatisticsConfig(_Strict):
 
 
 class MetricsConfig(_Strict):
-    """The section ``ort_zero.metrics``: figures of the running training, for files and DeepSpeed's monitors."""
+    """The section ``ort_zero.metrics``: figures of the running training, for Prometheus and DeepSpeed's monitors."""
 
     path: str | None = None
-    """File to write: ``.prom`` gets the newest figures for Prometheus, any other suffix one line of JSON per write.
-    Rank 0 writes the file; with ``{rank}`` in the path each rank writes its own file."""
+    """File for the newest figures in Prometheus' text format, replaced at each write. Rank 0 writes the file; with
+    ``{rank}`` in the path each rank writes its own file."""
     every: int = Field(default=10, ge=1)
     """Optimizer steps between two writes."""
     monitor: bool = True

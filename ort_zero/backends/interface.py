@@ -17,8 +17,6 @@ class RunningModel(Protocol):
     """The reason why PyTorch runs the model; None while ONNX Runtime does."""
     announce: Any
     """Called with this object after its first step, and once it is settled later where all runs; None: nothing."""
-    graph_recorder: Any
-    """Called with each new graph while a script is profiled; returns a function to call after each of its runs."""
 
     @property
     def module(self) -> Any:
@@ -41,13 +39,8 @@ class RunningModel(Protocol):
 class NodeProfiles(Protocol):
     """The profiles of nodes that ONNX Runtime records while ``ort-zero profile`` runs a script."""
 
-    def recorder(self, graph_built: Callable[[int, int, bool], int]) -> Callable[[Any], Callable[[], None]]:
-        """Return the ``graph_recorder`` of a running model.
-
-        Args:
-            graph_built: called with the numbers of nodes and PythonOps of a new graph, and whether the graph has
-                gradients; returns the number of profiled steps that have begun.
-        """
+    late_sessions: int
+    """Number of sessions that were made while steps were profiled."""
 
     def begin_step(self) -> None:
         """Begin the next profiled step."""

@@ -25,35 +25,34 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument(
         "--warmup", type=positive, default=3, metavar="N", help="steps before them: export, caches (default: 3)"
     )
-    parser.add_argument("--html", metavar="FILE.html", help="also draw the parts and the differences")
-    parser.add_argument("--overwrite", action="store_true", help="replace the file of --html")
+    parser.add_argument(
+        "--trace", metavar="FILE.json", help="also write a trace of all ranks, for ui.perfetto.dev or chrome://tracing"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the file of --trace")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Profile the script, print the comparison, and return the exit status."""
-    from ort_zero.profiling import command, profile_table
+    from ort_zero.profiling import command
     from ort_zero.utils import output_files, script_process
 
-    if args.html:
-        output_files.check_output_file(Path(args.html), "--html", args.overwrite)
+    if args.trace:
+        output_files.check_output_file(Path(args.trace), "--trace", args.overwrite)
     task = command.ProfileTask(
         script=Path(args.script),
         arguments=tuple(args.arguments),
         launcher=script_process.split_launcher(args.launcher) if args.launcher is not None else (),
         steps=args.steps,
         warmup=args.warmup,
+        trace=Path(args.trace) if args.trace else None,
     )
     with script_progress("profiling", "phase", args) as bar:
         comparison = command.profile(task, bar.move)
-    if args.html:
-        from ort_zero.profiling import picture
-
-        output_files.write_output_file(Path(args.html), picture.html(comparison))
     if args.json:
-        print_json({**comparison.as_dict(), "html": args.html})
+        print_json({**comparison.as_dict(), "trace": args.trace})
     else:
-        print(profile_table.text(comparison))
-        if args.html:
-            print(f"html: {args.html}")
+        print(comparison.text())
+        if args.trace:
+            print(f"trace: {args.trace}")
     return 0

@@ -41,3 +41,16 @@ class OperatorProfiler:
 
         events = [event for event in self._profiler.events() or () if event.name == root and not event.is_async]
         return [tree(event) for event in sorted(events, key=lambda event: event.time_range.start)]
+
+    def events_for_chrome(self) -> list[dict[str, Any]]:
+        """Return all records of this process: name, number of the thread, begin and duration in microseconds."""
+        events = [event for event in self._profiler.events() or () if not event.is_async]
+        return [
+            {
+                "name": event.name,
+                "tid": event.thread,
+                "ts": event.time_range.start,
+                "dur": event.time_range.elapsed_us(),
+            }
+            for event in events
+        ]

@@ -75,7 +75,7 @@ class Session:
         )
         if device.type == "cuda":
             self._run = _on_stream(torch.cuda.current_stream(device), self._run)
-        self._run = named_range(SESSION)(self._run)
+        self._run = named_range(f"{SESSION} {self.key}, {self.nodes} nodes")(self._run)
 
     def end_profiling(self) -> str:
         """End the recording of nodes, and return the file with the profile."""

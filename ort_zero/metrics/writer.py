@@ -1,22 +1,19 @@
-"""Write the figures of an engine every few optimizer steps, to a file and to DeepSpeed's monitors."""
+"""Write the figures of an engine every few optimizer steps, to a file for Prometheus and to DeepSpeed's monitors."""
 
 from __future__ import annotations
 
-import datetime
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ort_zero import log
 from ort_zero.errors import ConfigError
-from ort_zero.metrics.figures import Saves, figures_of
-from ort_zero.metrics.formats import json_line, prometheus_text
+from ort_zero.metrics.figures import figures_of, prometheus_text
 from ort_zero.utils import atomic_write
 
-PROMETHEUS = ".prom"
-"""Suffix of a file with the newest figures in Prometheus' text format; other files get one JSON line per write."""
 _RANK = "{rank}"
 
 
@@ -36,8 +33,7 @@ class MetricsWriter:
     """The writer of one engine's figures.
 
     Args:
-        path: file of this rank, None for no file. Lines are appended to the lines of earlier runs; a file for
-            Prometheus is replaced as a whole.
+        path: file of this rank, replaced as a whole at each write; None for no file.
         every: number of optimizer steps between two writes.
         rank: global rank, a label of every figure.
         model: class name of the model, a label of every figure.
@@ -63,14 +59,23 @@ class MetricsWriter:
         self._status = status
         self._monitor = monitor
         self._written_at: tuple[int, float] | None = None
-        self.saves = Saves()
+        self._saves, self._save_seconds = 0, 0.0
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with open(path, "ab"):
-                    pass
+                path.open("ab").close()
             except OSError as error:
                 raise ConfigError(f"ort_zero.metrics.path: {path} cannot be written on rank {rank}: {error}") from error
+
+    @contextmanager
+    def counting_a_save(self) -> Iterator[None]:
+        """Count the block as a save, with its seconds."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._saves += 1
+            self._save_seconds += time.monotonic() - start
 
     def after_step(self, step: int) -> None:
         """Write the figures every few steps; `step` is the number of optimizer steps that the engine has done."""
@@ -83,22 +88,14 @@ class MetricsWriter:
             return
         before, then = self._written_at
         self._written_at = step, now
-        figures = figures_of(self._status() if self._status is not None else None, self.saves,
-                             (now - then) / (step - before) if step > before else 0.0)  # fmt: skip
-        self._write(step, figures)
+        seconds = (now - then) / (step - before) if step > before else 0.0
+        status = self._status() if self._status is not None else None
+        figures = figures_of(status, self._saves, self._save_seconds, seconds)
+        if self._path is not None:
+            try:
+                atomic_write.write_text(self._path, prometheus_text(figures, step, self._labels))
+            except OSError as error:  # a file of figures must not stop the training
+                log.get_logger().warning("no metrics are written any more: %s: %s", self._path, error)
+                self._path = None
         if self._monitor is not None:
             self._monitor([(f"ort_zero/{name}", value, step) for name, value in figures.items()])
-
-    def _write(self, step: int, figures: dict[str, float]) -> None:
-        if self._path is None:
-            return
-        try:
-            if self._path.suffix == PROMETHEUS:
-                atomic_write.write_text(self._path, prometheus_text(figures, step, self._labels))
-                return
-            moment = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json_line(figures, {"time": moment, "step": step, **self._labels}))
-        except OSError as error:  # a file of figures must not stop the training
-            log.get_logger().warning("no metrics are written any more: %s: %s", self._path, error)
-            self._path = None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ort_zero import config, env, log
@@ -67,13 +65,7 @@ def end_metrics_of(engine: Any) -> None:
         _writers.pop(writer, None)
 
 
-@contextmanager
-def save_of(engine: Any) -> Iterator[None]:
-    """Count the block as a save of the engine, with its seconds."""
-    writer, start = engine.__dict__.get(_WRITER), time.monotonic()
-    try:
-        yield
-    finally:
-        if writer is not None:
-            writer.saves.count += 1
-            writer.saves.seconds += time.monotonic() - start
+def save_of(engine: Any) -> AbstractContextManager[None]:
+    """Return a context whose block counts as a save of the engine, with its seconds."""
+    writer = engine.__dict__.get(_WRITER)
+    return writer.counting_a_save() if writer is not None else nullcontext()

@@ -68,8 +68,6 @@ def measure_engine(engine: Any, runtime: Any = None) -> None:
         return
     active.note_model(type(runtime.module if runtime is not None else engine.module).__name__)
     _name_collectives()
-    if runtime is not None:
-        runtime.graph_recorder = active.graph_recorder
     engine.register_forward_pre_hook(
         lambda called, args: active.call(called, called.training and torch.is_grad_enabled())
     )
@@ -91,8 +89,6 @@ def measure_model(runtime: Any) -> None:
     active.note_model(type(runtime.module).__name__)
     if in_torch():
         runtime.fallback_reason = "ort-zero profile measures it in PyTorch"
-    else:
-        runtime.graph_recorder = active.graph_recorder
     runtime.module.register_forward_pre_hook(
         lambda called, args: active.call(called, called.training and torch.is_grad_enabled())
     )

@@ -3,13 +3,13 @@
 The times come from two profilers. torch.profiler records a tree of ranges (see :mod:`ort_zero.utils.named_ranges`) and
 ATen operators of the calling thread. A run of an ONNX Runtime session is one range in that tree; ONNX Runtime's
 profiler records the time of each node in the run. Each moment counts once, for the innermost range or operator.
-Nodes that ATen or Python executes are divided into the operators that torch.profiler recorded.
+A node that ATen or Python executes is divided into the operators that torch.profiler recorded in it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ort_zero.profiling.exchange import Part
@@ -18,16 +18,15 @@ from ort_zero.utils import named_ranges
 KERNEL, GATHER, REDUCE, OPTIMIZER, PYTHON, EXECUTOR, SCRIPT = (
     "kernels", "gather", "reduce", "optimizer", "Python", "executor", "script",
 )  # fmt: skip
-KINDS = (KERNEL, GATHER, REDUCE, OPTIMIZER, PYTHON, EXECUTOR, SCRIPT)
 """The kinds of parts: operators; collectives, including the waiting for other ranks; the optimizer's step; Python in
 forward and backward; ONNX Runtime between two nodes; the rest of the script."""
 
 IN_TORCH = frozenset({"ATen", "PythonOp", "PythonOpGrad"})
-"""Operators of ONNX Runtime whose nodes both profilers record, as they run operators of PyTorch."""
+"""Operators of ONNX Runtime that run operators of PyTorch, which torch.profiler records."""
 _OF_RANGE = {
     named_ranges.STEP: SCRIPT, named_ranges.FORWARD: PYTHON, named_ranges.BACKWARD: PYTHON,
     named_ranges.OPTIMIZER: OPTIMIZER, named_ranges.SESSION: EXECUTOR, named_ranges.GATHER: GATHER,
-    named_ranges.REDUCE: REDUCE, named_ranges.IN_PYTORCH: PYTHON,
+    named_ranges.REDUCE: REDUCE,
 }  # fmt: skip
 _WHOLE = frozenset({OPTIMIZER, GATHER, REDUCE})
 """Kinds that are one part each, whatever operators run inside."""
@@ -61,30 +60,19 @@ def divide(steps: Sequence[Span], nodes: Iterable[NodeRun]) -> list[Part]:
     """
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     calls: dict[tuple[str, str], int] = defaultdict(int)
-    in_sessions = 0.0
-    """Seconds of the operators that torch.profiler recorded inside of sessions."""
     stack = [(step, SCRIPT) for step in steps]
     while stack:
         span, outside = stack.pop()
         kind, name = _place(span.name, outside)
         seconds[kind, name] += span.seconds - sum(child.seconds for child in span.children)
         calls[kind, name] += 1
-        if span.name == named_ranges.PREFIX + named_ranges.SESSION:
-            in_sessions += sum(child.seconds for child in span.children)
         inside = kind if kind != KERNEL else outside
         stack += [(child, inside) for child in span.children]
-    in_torch = 0.0
     for node in nodes:
-        seconds[EXECUTOR, ""] -= node.seconds
-        if node.op_type in IN_TORCH:
-            in_torch += node.seconds
-        else:
+        if node.op_type not in IN_TORCH:
+            seconds[EXECUTOR, ""] -= node.seconds
             seconds[KERNEL, node.op_type] += node.seconds
             calls[KERNEL, node.op_type] += 1
-    if in_torch:
-        # operators in these nodes were subtracted twice: as children of the session's range, and with their nodes
-        seconds[EXECUTOR, ""] += in_sessions
-        seconds[PYTHON, ""] += in_torch - in_sessions
     parts = [Part(kind, name, time / len(steps), calls[kind, name] / len(steps))
              for (kind, name), time in seconds.items()]  # fmt: skip
     return sorted(parts, key=lambda part: -part.seconds)
@@ -93,7 +81,7 @@ def divide(steps: Sequence[Span], nodes: Iterable[NodeRun]) -> list[Part]:
 def _place(name: str, outside: str) -> tuple[str, str]:
     """Return the kind of a range or operator of torch.profiler, and the name of the operator, empty for a range."""
     if name.startswith(named_ranges.PREFIX):
-        kind = _OF_RANGE.get(name.removeprefix(named_ranges.PREFIX))
+        kind = _OF_RANGE.get(name.removeprefix(named_ranges.PREFIX).partition(" ")[0])
         if kind is not None:
             # a graph that runs inside of a gather or reduce belongs to the gather or reduce
             return (outside, "") if outside in _WHOLE and kind in (PYTHON, EXECUTOR) else (kind, "")
@@ -111,11 +99,3 @@ def _place(name: str, outside: str) -> tuple[str, str]:
         # an autograd Function, an operator of ort_zero or a range of the script: their children are parts themselves
         return PYTHON, ""
     return KERNEL, name
-
-
-def by_kind(parts: Iterable[Part]) -> Mapping[str, float]:
-    """Return the seconds of each kind of part."""
-    seconds = dict.fromkeys(KINDS, 0.0)
-    for part in parts:
-        seconds[part.kind] += part.seconds
-    return seconds

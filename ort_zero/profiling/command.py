@@ -6,30 +6,33 @@ This module imports neither torch nor onnxruntime: the measuring runs in the scr
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ort_zero import env
 from ort_zero.errors import ProfileError
+from ort_zero.profiling import trace
 from ort_zero.profiling.comparison import Comparison, Side
 from ort_zero.profiling.exchange import (
     DONE,
     FAILED,
     ORT,
-    PROFILED,
+    PROFILING,
     STARTED,
+    TIMING,
     TORCH,
-    WARM,
     ProfileRequest,
     RankProfile,
     read_reports,
 )
+from ort_zero.profiling.trace import NAMES
+from ort_zero.utils.output_files import write_output_file
 from ort_zero.utils.script_process import ScriptFailure, command_line, require_script, run_with_request
 
-_NAMES = {ORT: "ONNX Runtime", TORCH: "PyTorch"}
-_PHASES = (STARTED, WARM, PROFILED, DONE)
-_DOING = {STARTED: "first steps", WARM: "profiling", PROFILED: "timing", DONE: "ending"}
+_DOING = {STARTED: "first steps", PROFILING: "profiling", TIMING: "timing", DONE: "ending"}
+"""Name of each phase of a run for the progress bar."""
 
 
 class ProfiledScriptError(ScriptFailure, ProfileError):
@@ -46,6 +49,8 @@ class ProfileTask:
     """Words of the command line before the script: ``("deepspeed", "--num_gpus", "2")``."""
     steps: int = 5
     warmup: int = 3
+    trace: Path | None = None
+    """File for the trace of all ranks, see :mod:`.trace`; None for no trace."""
 
 
 def profile(task: ProfileTask, tell: Callable[[int, int, str], None] = lambda done, of, what: None) -> Comparison:
@@ -56,31 +61,34 @@ def profile(task: ProfileTask, tell: Callable[[int, int, str], None] = lambda do
         tell: called with the number of finished phases, the number of all phases, and the name of the running phase.
 
     Raises:
-        ConfigError: the script or the launcher does not exist.
+        ConfigError: the script or the launcher does not exist, or the trace cannot be written.
         ProfiledScriptError: the script failed, trained nothing, or ended too early.
     """
     require_script(task.script, task.launcher)
     reports = {}
-    total = 2 * len(_PHASES)
-    for number, backend in enumerate((ORT, TORCH)):
-        done = number * len(_PHASES)
+    phases = list(_DOING)
+    total = 2 * len(phases)
+    with tempfile.TemporaryDirectory(prefix="ort_zero-") as traces:
+        for number, backend in enumerate((ORT, TORCH)):
 
-        def progress(state: str, done: int = done, backend: str = backend) -> None:
-            if state in _PHASES:
-                tell(done + _PHASES.index(state), total, f"{_NAMES[backend]}: {_DOING[state]}")
+            def progress(state: str, before: int = number * len(phases), backend: str = backend) -> None:
+                if state in phases:
+                    tell(before + phases.index(state), total, f"{NAMES[backend]}: {_DOING[state]}")
 
-        progress(STARTED)
-        reports[backend] = _run(task, backend, progress)
+            progress(STARTED)
+            reports[backend] = _run(task, backend, traces if task.trace is not None else None, progress)
+        if task.trace is not None:
+            write_output_file(task.trace, trace.merged(Path(traces)))
     tell(total, total, "done")
     ours, theirs = reports[ORT], reports[TORCH]
     return Comparison(task.script.name, ours[0].model, task.steps, Side.of(ours), Side.of(theirs))
 
 
-def _run(task: ProfileTask, backend: str, progress: Callable[[str], None]) -> list[RankProfile]:
+def _run(task: ProfileTask, backend: str, traces: str | None, progress: Callable[[str], None]) -> list[RankProfile]:
     """Run the script in one backend, and return the profiles of its ranks."""
 
     def ask(request: Path, report: str) -> None:
-        ProfileRequest(backend, task.warmup, task.steps, report).write(request)
+        ProfileRequest(backend, task.warmup, task.steps, report, traces).write(request)
 
     def is_done(ranks: Sequence[RankProfile]) -> bool:
         if ranks:
@@ -91,7 +99,7 @@ def _run(task: ProfileTask, backend: str, progress: Callable[[str], None]) -> li
     run = run_with_request(command, env.PROFILE, ask, read_reports, is_done)
     finished = [rank for rank in run.reports if rank.state == DONE]
     if not finished or finished[0].rank != 0:
-        raise ProfiledScriptError(f"in {_NAMES[backend]}: {_why(task, run.status, run.reports)}", run.tail)
+        raise ProfiledScriptError(f"in {NAMES[backend]}: {_why(task, run.status, run.reports)}", run.tail)
     return finished
 
 
@@ -108,6 +116,6 @@ def _why(task: ProfileTask, status: int, ranks: Sequence[RankProfile]) -> str:
             "section, and no ort_zero.wrap (arguments for the script go behind --)"
         )  # fmt: skip
     return (
-        f"{task.script} ended before {task.warmup + task.steps} training steps of {ranks[0].model} (each a call in "
+        f"{task.script} ended before {task.warmup + 2 * task.steps} training steps of {ranks[0].model} (each a call in "
         "training mode with its backward) were done; let it run longer, or ask for fewer with --steps and --warmup"
     )

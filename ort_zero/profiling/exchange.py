@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,13 +14,13 @@ from ort_zero.utils.atomic_write import write_json
 
 ORT, TORCH = "ort", "torch"
 """The two backends: the script unchanged, and the script with its ``ort_zero`` section off."""
-STARTED, WARM, PROFILED, DONE, FAILED = "started", "warm", "profiled", "done", "failed"
+STARTED, PROFILING, TIMING, DONE, FAILED = "started", "profiling", "timing", "done", "failed"
 """The states of a rank, in the order of time; the report of a failed rank has the error's message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """The request of the command to the script: backend and number of steps."""
+    """The request of the command to the script: backend, steps and files."""
 
     backend: str
     """:data:`ORT` or :data:`TORCH`."""
@@ -31,6 +30,8 @@ class ProfileRequest:
     """Number of training calls that are profiled; the same number of calls is timed without profilers."""
     report: str
     """Path of the report; rank n appends ``.n``."""
+    traces: str | None = None
+    """Folder for the trace of each rank, see :mod:`.trace`; None for no traces."""
 
     def write(self, path: Path) -> None:
         """Write the request file, whose path the script gets in an environment variable."""
@@ -42,7 +43,7 @@ class Part:
     """The time of one operator, or of one other part of a step."""
 
     kind: str
-    """One of :data:`ort_zero.profiling.breakdown.KINDS`."""
+    """See :mod:`.breakdown`."""
     name: str
     """Name of the operator in ONNX Runtime or PyTorch; empty for a part that is not an operator."""
     seconds: float
@@ -55,22 +56,17 @@ class Part:
 class RankProfile:
     """The report of one rank."""
 
-    backend: str
     state: str = STARTED
     rank: int = 0
     model: str = ""
     parts: list[Part] = field(default_factory=list)
     """Mean times of the faster half of the profiled steps."""
-    profiled_seconds: list[float] = field(default_factory=list)
-    """Time of each step under the profilers, which make steps slower."""
-    timed_seconds: list[float] = field(default_factory=list)
-    """Time of each step without profilers."""
+    profiled_seconds: float = 0.0
+    """Median time of a step under the profilers, which make steps slower."""
+    step_seconds: float = 0.0
+    """Median time of a step without profilers."""
     graphs_built: int = 0
     """Number of graphs that were built while steps were profiled."""
-    nodes: int = 0
-    """Number of nodes of the training graph."""
-    python_ops: int = 0
-    """Number of nodes of the training graph that Python executes."""
     error: str = ""
 
     def write(self, report: str) -> None:
@@ -106,9 +102,3 @@ def read_request(path: Path) -> ProfileRequest:
         return ProfileRequest(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise ProfileError(f"the file in {env.PROFILE}={path} cannot be read, unset the variable: {error}") from None
-
-
-def session_prefix(report: str) -> str:
-    """Return the path prefix of the files into which ONNX Runtime's sessions write their profiles."""
-    folder = Path(report).parent
-    return str((folder if folder.is_dir() else Path(tempfile.mkdtemp())) / f"session-{env.rank()}")

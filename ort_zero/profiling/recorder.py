@@ -6,18 +6,22 @@ steps then runs under torch's and ONNX Runtime's profilers, and the same number 
 
 from __future__ import annotations
 
-import atexit
 import functools
+import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ort_zero import env
 from ort_zero.backends.interface import NodeProfiles
 from ort_zero.compat.torch_profiler import OperatorProfiler
+from ort_zero.profiling import trace
 from ort_zero.profiling.breakdown import NodeRun, Span, divide
-from ort_zero.profiling.exchange import DONE, FAILED, ORT, PROFILED, WARM, ProfileRequest, RankProfile, session_prefix
+from ort_zero.profiling.exchange import DONE, FAILED, ORT, PROFILING, TIMING, ProfileRequest, RankProfile
 from ort_zero.utils import named_ranges
 from ort_zero.utils.named_ranges import named_range
 
@@ -36,34 +40,26 @@ class Recorder:
 
     def __init__(self, request: ProfileRequest, node_profiles: Callable[[str], NodeProfiles]):
         self.request = request
-        self._result = RankProfile(request.backend)
+        self._result = RankProfile()
         self._owner: object | None = None
-        self._calls = 0
-        """Number of training calls that have begun."""
         self._step: Any = None
         """The range of the running step; None between steps."""
         self._began = 0.0
-        self._profiler: OperatorProfiler | None = None
-        self._nodes = node_profiles(session_prefix(request.report)) if request.backend == ORT else None
-        self.graph_recorder = self._nodes.recorder(self._graph_built) if self._nodes is not None else None
-        """The function that the model in ONNX Runtime calls with each new graph; None where PyTorch is measured."""
-        self._around_backward()
-
-    # -- events of the script ---------------------------------------------------------------------------------------
+        self._seconds: list[float] = []
+        """Time of each step so far."""
+        self._profiler = OperatorProfiler()
+        self._nodes: NodeProfiles | None = None
+        if request.backend == ORT:
+            folder = Path(request.report).parent
+            folder = folder if folder.is_dir() else Path(tempfile.mkdtemp())
+            self._nodes = node_profiles(str(folder / f"session-{env.rank()}"))
+        torch.autograd.backward = in_range(named_ranges.BACKWARD, torch.autograd.backward)
 
     def note_model(self, name: str) -> None:
         """Report the class name of the first model that can be measured."""
         if not self._result.model:
             self._result.model = name
             self._result.write(self.request.report)
-
-    def _graph_built(self, nodes: int, python_ops: int, training: bool) -> int:
-        """Record the size of a new graph, and return the number of profiled steps that have begun."""
-        if self._profiler is not None:
-            self._result.graphs_built += 1
-        if training:
-            self._result.nodes, self._result.python_ops = nodes, python_ops
-        return max(0, self._calls - self.request.warmup)
 
     def call(self, owner: object, training: bool) -> None:
         """End the running step and begin the next one, directly before a call of a model.
@@ -79,14 +75,14 @@ class Recorder:
             self._owner = owner
         if self._owner is not owner:
             return
-        self._end_step()
-        if self._result.state == DONE:
-            raise ProfileEndedError(0)
+        if self._step is not None:
+            self._end_step()
         if not training:
             return
-        self._next_phase()
-        self._calls += 1
-        if self._calls > self.request.warmup and self._nodes is not None:
+        done, warmup = len(self._seconds), self.request.warmup
+        if done == warmup and self._result.state != PROFILING:
+            self._start_profilers()
+        if self._nodes is not None and done >= warmup:
             self._nodes.begin_step()
         self._step = named_range(named_ranges.STEP)
         self._step.__enter__()
@@ -95,67 +91,51 @@ class Recorder:
     def failed(self, error: BaseException) -> None:
         """Report an error, which the command then prints."""
         if self._result.state != DONE:
-            self._result.state, self._result.error = FAILED, f"{error}"
-            self._result.write(self.request.report)
+            self._result.error = f"{error}"
+            self._write(FAILED)
 
-    # -- phases -----------------------------------------------------------------------------------------------------
+    def _write(self, state: str) -> None:
+        self._result.state = state
+        self._result.write(self.request.report)
 
     def _end_step(self) -> None:
-        """Record the time of the running step, if any, and end it."""
-        if self._step is None:
-            return
-        seconds = time.perf_counter() - self._began
+        """Record the time of the running step; after the last step of a phase end the phase."""
+        self._seconds.append(time.perf_counter() - self._began)
         self._step.__exit__(None, None, None)
         self._step = None
-        warmup, steps = self.request.warmup, self.request.steps
-        if warmup < self._calls <= warmup + steps:
-            self._result.profiled_seconds.append(seconds)
-        elif self._calls > warmup + steps:
-            self._result.timed_seconds.append(seconds)
-        if self._calls == warmup + steps:
+        done, warmup, steps = len(self._seconds), self.request.warmup, self.request.steps
+        if done == warmup + steps:
             self._read_profiles()
-        elif self._calls >= warmup + 2 * steps:
-            self._finish()
+            self._result.profiled_seconds = statistics.median(self._seconds[warmup:])
+            self._write(TIMING)
+        elif done == warmup + 2 * steps:
+            self._result.step_seconds = statistics.median(self._seconds[warmup + steps :])
+            self._write(DONE)
+            raise ProfileEndedError(0)
 
-    def _next_phase(self) -> None:
-        """Start the profilers if the next call is the first after the warmup."""
-        if self._calls == self.request.warmup and self._profiler is None:
-            self._result.state = WARM
-            self._result.write(self.request.report)
-            self._profiler = OperatorProfiler()
-            try:
-                self._profiler.start()
-            except RuntimeError as error:
-                self.failed(RuntimeError(f"torch's profiler is at work already, in the script itself: {error}"))
-                raise ProfileEndedError(1) from None
-            named_ranges.activate(True)
+    def _start_profilers(self) -> None:
+        self._write(PROFILING)
+        try:
+            self._profiler.start()
+        except RuntimeError as error:
+            self.failed(RuntimeError(f"torch's profiler is at work already, in the script itself: {error}"))
+            raise ProfileEndedError(1) from None
+        named_ranges.activate(True)
 
     def _read_profiles(self) -> None:
         """Stop the profilers, and divide the time of the profiled steps among their parts."""
-        assert self._profiler is not None
         named_ranges.activate(False)
         if self._nodes is not None:
             self._nodes.end()
+            self._result.graphs_built = self._nodes.late_sessions
         self._profiler.stop()
+        if self.request.traces is not None and Path(self.request.traces).is_dir():
+            trace.write_rank(self._profiler.events_for_chrome(), self.request.backend, Path(self.request.traces))
         steps = self._profiler.trees(named_ranges.PREFIX + named_ranges.STEP, Span)
         # the faster half: other processes make steps slower, never faster
         faster = sorted(range(len(steps)), key=lambda i: steps[i].seconds)[: (len(steps) + 1) // 2]
         nodes = [NodeRun(*node) for node in self._nodes.nodes(faster)] if self._nodes is not None else []
         self._result.parts = divide([steps[i] for i in faster], nodes)
-        self._result.state = PROFILED
-        self._result.write(self.request.report)
-        atexit.register(self._finish)  # the script may end before all steps without profilers have run
-
-    def _finish(self) -> None:
-        if self._result.state == PROFILED:
-            self._result.state = DONE
-            self._result.write(self.request.report)
-
-    # -- ranges -----------------------------------------------------------------------------------------------------
-
-    def _around_backward(self) -> None:
-        """Replace ``torch.autograd.backward`` by a function whose calls are recorded as ranges."""
-        torch.autograd.backward = in_range(named_ranges.BACKWARD, torch.autograd.backward)
 
 
 def in_range(name: str, function: Callable) -> Callable:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ort_zero.units import session_options
 
@@ -18,8 +18,6 @@ class ProfiledSession(Protocol):
 
     runs: int
     """Number of runs."""
-    nodes: int
-    """Number of nodes of the model."""
 
     def end_profiling(self) -> str:
         """End the recording of nodes, and return the file with the profile."""
@@ -35,19 +33,19 @@ class SessionProfiles:
     def __init__(self, prefix: str):
         self._marks: dict[ProfiledSession, list[int]] = {}
         """For each session, the number of its runs when each profiled step began."""
-        self._graph_built: Callable[[int, int, bool], int] = lambda nodes, python_ops, training: 0
+        self._steps = 0
+        """Number of profiled steps that have begun."""
+        self.late_sessions = 0
+        """Number of sessions that were made while steps were profiled."""
         session_options.profile(prefix, self._session_made)
 
-    def recorder(self, graph_built: Callable[[int, int, bool], int]) -> Callable[[Any], Callable[[], None]]:
-        """Return a ``graph_recorder``; sessions report themselves, so it has nothing to do."""
-        self._graph_built = graph_built
-        return lambda graph: lambda: None
-
     def _session_made(self, session: ProfiledSession) -> None:
-        self._marks[session] = [0] * self._graph_built(session.nodes, 0, True)
+        self._marks[session] = [0] * self._steps
+        self.late_sessions += self._steps > 0
 
     def begin_step(self) -> None:
         """Note that a profiled step begins."""
+        self._steps += 1
         for session, marks in self._marks.items():
             marks.append(session.runs)
 

@@ -46,7 +46,6 @@ class UnitsModel:
         self.engine = engine
         self._fallback_reason: str | None = None
         self.announce: Any = None
-        self.graph_recorder: Any = None
         self.stage = stage
         self._is_announced = False
         after_step = weakref.WeakMethod(self._after_step)  # Dynamo's graphs hold the record, and may outlive this

@@ -8,8 +8,8 @@ from typing import Any
 
 PREFIX = "ort_zero::"
 STEP, FORWARD, BACKWARD, OPTIMIZER = "step", "forward", "backward", "optimizer"
-SESSION, GATHER, REDUCE, IN_PYTORCH = "session", "gather", "reduce", "in PyTorch"
-"""Names of the ranges: parts of a step, the run of a graph, and the work of its nodes."""
+SESSION, GATHER, REDUCE = "segment", "gather", "reduce"
+"""Names of the ranges: parts of a step, and the run of a segment, whose name goes on with a space and its key."""
 
 _active = False
 
@@ -24,7 +24,7 @@ class named_range:
     """A context manager and decorator that records its block as a range of torch.profiler, if recording is on.
 
     Args:
-        name: one of the names above.
+        name: begins with one of the names above.
     """
 
     __slots__ = ("_name", "_record")

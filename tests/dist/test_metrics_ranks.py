@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ def train(folder: str) -> dict[str, Any]:
 
     config = ds_config(3, ort=True, gas=2, stage3_param_persistence_threshold=0)
     config["csv_monitor"] = {"enabled": True, "output_path": f"{folder}/csv", "job_name": "run"}
-    config["ort_zero"]["metrics"] = {"path": f"{folder}/metrics.{{rank}}.jsonl", "every": 2}
+    config["ort_zero"]["metrics"] = {"path": f"{folder}/metrics.{{rank}}.prom", "every": 2}
 
     def engine_of(config: dict[str, Any]) -> Any:
         torch.manual_seed(0)
@@ -35,6 +34,7 @@ def train(folder: str) -> dict[str, Any]:
         engine.step()
         if micro_step == 5:
             engine.save_checkpoint(f"{folder}/checkpoints")
+    of_first = Path(f"{folder}/metrics.{rank}.prom").read_text()
     second = engine_of(config)
     # on rank 1 a folder stands where the file shall be
     wrong = {**config, "ort_zero": {**config["ort_zero"], "metrics": {"path": f"{folder}/wrong.{{rank}}"}}}
@@ -53,20 +53,25 @@ def train(folder: str) -> dict[str, Any]:
         third.step()
     third.destroy()
     second.destroy()
-    return {"refused": refused}
+    return {"refused": refused, "first": of_first}
 
 
 def test_each_rank_writes_its_figures_and_monitors_have_them_too(tmp_path):
     reports = run_on_ranks(train, 2, str(tmp_path), timeout=300)
     for rank, report in enumerate(reports):
-        lines = [json.loads(line) for line in (tmp_path / f"metrics.{rank}.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines] == [2, 4, 2]
-        last = lines[1]
-        assert (last["rank"], last["fallbacks"], last["saves"]) == (rank, 0, 1) and last["graphs"] >= 2
-        assert last["forward_runs"] == last["backward_runs"] > 8  # of each unit
-        assert last["save_seconds"] > 0 and last["step_seconds"] > 0
-        assert lines[0]["saves"] == 0
-        assert (tmp_path / f"metrics.{rank}_2.jsonl").exists()
+        of_first, of_third = report["first"], (tmp_path / f"metrics.{rank}.prom").read_text()
+        first, third = (
+            {line.partition("{")[0]: float(line.split()[-1]) for line in text.splitlines() if line[0] != "#"}
+            for text in (of_first, of_third)
+        )
+        assert f'{{rank="{rank}",host=' in of_first
+        assert first["ort_zero_step"] == 4 and first["ort_zero_graphs"] >= 2 and first["ort_zero_fallbacks"] == 0
+        runs = first["ort_zero_forward_runs_total"]
+        assert runs == first["ort_zero_backward_runs_total"] > 8  # of each unit
+        assert first["ort_zero_saves_total"] == 1 and first["ort_zero_save_seconds_total"] > 0
+        assert first["ort_zero_step_seconds"] > 0
+        assert third["ort_zero_step"] == 2 and third["ort_zero_saves_total"] == 0
+        assert (tmp_path / f"metrics.{rank}_2.prom").exists()
         assert "wrong.1 cannot be written on rank 1" in report["refused"]
     found = {path.stem: path for path in (tmp_path / "csv").rglob("*.csv")}
     with open(found["ort_zero_graphs"], newline="") as file:

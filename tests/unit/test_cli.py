@@ -282,7 +282,7 @@ def test_options_are_frozen():
         "stats merge": sorted([*common, "--ort_dir", "--output_dir", "--pt_dir"]),
         "memory": ["--help", "-h"],
         "memory plan": sorted([*common, *plan]),
-        "profile": sorted([*common, "--html", "--launcher", "--overwrite", "--script", "--steps", "--warmup"]),
+        "profile": sorted([*common, "--launcher", "--overwrite", "--script", "--steps", "--trace", "--warmup"]),
     }
 
 

@@ -117,10 +117,19 @@ def test_profile_divides_a_compiled_step(tmp_path: Path):
     wrapped = 'ort_zero.wrap(Net(), backend="compile", compile={"place": "ort"})'
     alone = SCRIPT.replace(wrapped, 'torch.compile(Net(), backend="aot_eager")')
     skip_unless_torch_can(lambda: exec(alone, {}))
-    done = command(tmp_path, "profile", "--script", "script.py", "--steps", "2", "--warmup", "3", "--json")
+    options = ("--steps", "2", "--warmup", "3", "--trace", "trace.json", "--json")
+    done = command(tmp_path, "profile", "--script", "script.py", *options)
     assert done.returncode == 0, done.stderr
     kernels = {part["name"] for part in json.loads(done.stdout)["ort"]["parts"] if part["kind"] == "kernels"}
     assert kernels & {"Gemm", "FusedMatMul", "MatMul"} and "aten::linalg_matrix_exp" in kernels
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == [
+        "ONNX Runtime, rank 0",
+        "PyTorch, rank 0",
+    ]
+    names = [{event["name"] for event in events if event["pid"] == pid} for pid in (0, 1)]
+    assert any(name.startswith("segment ") and name.endswith(" nodes") for name in names[0] - names[1])
+    assert all({"step", "forward", "backward"} <= of_backend for of_backend in names)
 
 
 def test_a_wrong_segment_leaves_a_reproducer_that_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
