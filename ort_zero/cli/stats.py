@@ -55,7 +55,7 @@ def _add_compare(commands: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 
 def _add_merge(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    text = "write two runs side by side: a text file per step and rank, and one CSV file with everything"
+    text = "write two runs side by side: a text file for each step and rank"
     parser = commands.add_parser("merge", help=text, description=text)
     parser.add_argument("--pt_dir", required=True, metavar="A", help="folder of the PyTorch run")
     parser.add_argument("--ort_dir", required=True, metavar="B", help="folder of the ONNX Runtime run")

@@ -12,12 +12,12 @@ sketches of its disjoint parts.
 
 from __future__ import annotations
 
-from ort_zero.statistics import extra
-from ort_zero.statistics.records import FIRST, SKETCH
+import numpy as np
 
-with extra.required():
-    import numpy as np
-
+SKETCH = 64
+"""Number of numbers in a sketch."""
+FIRST = 8
+"""Number of first values of a tensor in its statistics."""
 COLUMNS = ("elements", "min", "max", "mean", "std", "abs_mean", "l2", "negative", "positive", "zero", "nan", "inf")
 """Names of the first numbers of a row. ``elements`` counts the measured elements, of the tensor or of a sample; ``std``
 is the standard deviation of the population, as ``numpy.std`` returns it; ``l2`` is the Euclidean norm."""
@@ -73,7 +73,7 @@ def merge(rows: np.ndarray) -> np.ndarray:
 
 
 def _first_of(rows: np.ndarray) -> np.ndarray:
-    """Return the first values of whole tensors, float64 [..., :data:`~.records.FIRST`]."""
+    """Return the first values of whole tensors, float64 [..., :data:`FIRST`]."""
     has_value = np.arange(FIRST) < rows[..., ELEMENTS, None]
     shape = (*rows.shape[1:-1], len(rows) * FIRST)
     has_value, values = (np.moveaxis(of, 0, -2).reshape(shape) for of in (has_value, rows[..., FIRST_COLUMNS]))

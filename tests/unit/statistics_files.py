@@ -9,8 +9,9 @@ import numpy as np
 from statistics_records import Record, Statistics, columns_of
 
 from ort_zero.statistics.collect.writer import StatisticsWriter
-from ort_zero.statistics.records import FILE, FIRST, SKETCH, Phase
-from ort_zero.statistics.run_folder import rank_name
+from ort_zero.statistics.files import file_name
+from ort_zero.statistics.records import Phase
+from ort_zero.statistics.rows import FIRST, SKETCH
 
 MANIFEST_OF = {
     "backend": "torch",
@@ -58,12 +59,19 @@ def records(step: int, count: int = 6) -> list[Record]:
     return found
 
 
-def begin(folder: Path, rank: int = 0, world: int = 1, run: str = "run-1", override: bool = False) -> StatisticsWriter:
-    return StatisticsWriter(folder, rank, world, override=override, manifest={"run_id": run, **MANIFEST_OF})
+def manifest_of(rank: int = 0, world: int = 1, run: str = "run-1", start: int = 0) -> dict:
+    return {"run_id": run, "rank": rank, "world_size": world, "start_step": start, **MANIFEST_OF}
 
 
-def write(folder: Path, steps=(0, 1, 2), rank: int = 0, world: int = 1, run: str = "run-1", **options) -> Path:
-    with begin(folder, rank, world, run, **options) as writer:
-        for step in steps:
-            writer.append(step, *columns_of(records(step)))
-    return folder / rank_name(rank) / FILE
+def begin(folder: Path, *about, override: bool = False) -> StatisticsWriter:
+    return StatisticsWriter(folder, override=override, manifest=manifest_of(*about))
+
+
+def write(folder: Path, *about, steps=(0, 1, 2), override: bool = False) -> Path:
+    """Write the files of a rank; `about` are the arguments of :func:`manifest_of`."""
+    writer = begin(folder, *about, override=override)
+    for step in steps:
+        writer.append(step, *columns_of(records(step)))
+    writer.close()
+    assert writer.path == folder / file_name(manifest_of(*about)["rank"], manifest_of(*about)["start_step"])
+    return writer.path

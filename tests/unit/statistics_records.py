@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ort_zero.statistics.file_format import DESCRIPTION, Table
-from ort_zero.statistics.records import FIRST, Phase
-from ort_zero.statistics.rows import COLUMNS, COUNTS, FIRST_COLUMNS, SKETCH_COLUMNS, WIDTH
+from ort_zero.statistics.files import DESCRIPTION
+from ort_zero.statistics.records import Phase, Table
+from ort_zero.statistics.rows import COLUMNS, COUNTS, FIRST, FIRST_COLUMNS, SKETCH_COLUMNS, WIDTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

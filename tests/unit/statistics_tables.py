@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ort_zero.statistics.file_format import Table
-from ort_zero.statistics.records import FIRST, SKETCH, Phase, RunInfo
+from ort_zero.statistics.records import Phase, RunInfo, Table
+from ort_zero.statistics.rows import FIRST, SKETCH
 
 NUMBERS = ("elements", "min", "max", "mean", "std", "abs_mean", "l2", "negative", "positive", "zero", "nan", "inf")
 INTEGERS = ("elements", "negative", "positive", "zero", "nan", "inf")

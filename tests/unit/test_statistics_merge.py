@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
-import math
 import os
 import re
 import subprocess
@@ -14,13 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from statistics_files import begin, records, write
+from statistics_files import manifest_of, records, write
 from statistics_records import Record, Statistics, columns_of
 
 from ort_zero.cli import main as cli
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.compare.merge import SUMMARY, in_both_orders, merge_activation_summary
-from ort_zero.statistics.records import SKETCH, Phase
+from ort_zero.statistics.collect.writer import StatisticsWriter
+from ort_zero.statistics.compare.merge import in_both_orders, merge_activation_summary
+from ort_zero.statistics.records import Phase
+from ort_zero.statistics.rows import SKETCH
 
 
 def numbers(values: np.ndarray) -> Statistics:
@@ -90,52 +90,17 @@ def ort_rows() -> list[Record]:
     return found
 
 
-def collect(folder: Path, rows: list[Record], steps=(0, 1), **options) -> Path:
-    with begin(folder, **options) as writer:
-        for step in steps:
-            writer.append(step, *columns_of(rows))
+def collect(folder: Path, rows: list[Record], **about) -> Path:
+    writer = StatisticsWriter(folder, manifest={**manifest_of(), **about})
+    for step in (0, 1):
+        writer.append(step, *columns_of(rows))
+    writer.close()
     return folder
 
 
 @pytest.fixture
 def runs(tmp_path) -> tuple[Path, Path]:
-    collect(tmp_path / "pt", torch_rows())
-    folder = collect(tmp_path / "ort", ort_rows(), run="run-2")
-    manifest = folder / "rank_00000" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"torch"', '"onnxruntime"'))
-    return tmp_path / "pt", folder
-
-
-def summary(folder: Path) -> list[dict[str, str]]:
-    with open(folder / SUMMARY, newline="") as stream:
-        return list(csv.DictReader(stream))
-
-
-def test_every_record_of_both_runs_is_in_the_summary_in_execution_order(runs, tmp_path):
-    report = merge_activation_summary(*runs, tmp_path / "out")
-    rows = [line for line in summary(tmp_path / "out") if line["step"] == "0"]
-    assert [(line["phase"], line["module"], line["occurrence"], line["tensor"], line["state"]) for line in rows] == [
-        ("parameter", "a", "1", "weight", "both"),
-        ("forward", "", "1", "input", "both"),
-        ("forward", "a", "1", "input", "both"),
-        ("forward", "a", "1", "output", "both"),
-        ("forward", "b", "1", "output", "both"),
-        ("forward", "b", "2", "output", "only pt"),
-        ("forward", "", "1", "output.logits", "both"),
-        ("forward", "a", "1", "inspect.mine", "only ort"),
-        ("backward", "", "1", "output.logits", "both"),
-        ("backward", "a", "1", "output", "both"),
-    ]
-    assert report.records == 20 and report.only_pt == report.only_ort == 2
-    assert report.steps == (0, 1) and report.ranks == (0,) and report.notes == []
-    changed = rows[3]
-    assert (changed["dtype_pt"], changed["dtype_ort"], changed["shape_pt"]) == ("float32", "float16", "(4, 5)")
-    assert float(changed["max_pt"]) == 2 and float(changed["max_ort"]) == 2.5
-    assert math.isclose(float(changed["error"]), 0.2) and changed["elements_pt"] == "20"
-    assert float(rows[4]["error"]) == 0 and rows[2]["l2_pt"] == rows[1]["l2_pt"], "the same tensor as above"
-    only_pt, only_ort = rows[5], rows[7]
-    assert only_pt["l2_ort"] == only_pt["error"] == "" and float(only_pt["l2_pt"]) > 0
-    assert only_ort["l2_pt"] == "" and float(only_ort["l2_ort"]) > 0
+    return collect(tmp_path / "pt", torch_rows()), collect(tmp_path / "ort", ort_rows(), backend="onnxruntime")
 
 
 @pytest.mark.parametrize(
@@ -146,19 +111,33 @@ def test_records_of_one_run_alone_come_after_what_comes_before_them_there(a, b, 
     assert "".join(in_both_orders(list(a), list(b))) == expected
 
 
-def test_the_text_is_aligned_and_shows_what_one_run_lacks(runs, tmp_path):
-    merge_activation_summary(*runs, tmp_path / "out")
+def test_every_record_of_both_runs_is_there_in_execution_order(runs, tmp_path):
+    report = merge_activation_summary(*runs, tmp_path / "out")
+    assert (report.records, report.only_pt, report.only_ort) == (20, 2, 2)
+    assert report.steps == (0, 1) and report.ranks == (0,) and report.notes == []
     lines = (tmp_path / "out" / "step_1" / "rank_0.txt").read_text().splitlines()
     assert lines[0] == "step 1, rank 0" and str(runs[0]) in lines[1] and lines[2].endswith("(onnxruntime)")
-    head = lines[4]
-    here = next(i for i, line in enumerate(lines) if re.match(r"forward +a +output ", line))
-    assert "2.00e-01" in lines[here] and "(4, 5)  float32" in lines[here] and "(4, 5)  float16" in lines[here + 1]
-    end = head.index(" max ") + 4
-    assert [line[:end].split()[-1] for line in lines[here : here + 2]] == ["2", "2.5"]
-    lone = next(i for i, line in enumerate(lines) if re.match(r"forward +b#2 +output ", line))
-    assert lines[lone + 1].split() == ["ort"]
-    lone = next(i for i, line in enumerate(lines) if re.match(r"forward +a +inspect.mine +pt$", line))
-    assert lines[lone + 1].split()[:4] == ["ort", "(4,", "5)", "float32"]
+    starts = [lines[4].index(name) for name in ("phase", "module", "tensor", "error")]
+    end = lines[4].index(" max ") + 4
+    found = [[line[a:b].strip() for a, b in zip(starts, starts[1:])] for line in lines[5::2]]
+    assert found == [
+        ["parameter", "a", "weight"],
+        ["forward", "(root)", "input"],
+        ["forward", "a", "input"],
+        ["forward", "a", "output"],
+        ["forward", "b", "output"],
+        ["forward", "b#2", "output"],
+        ["forward", "(root)", "output.logits"],
+        ["forward", "a", "inspect.mine"],
+        ["backward", "(root)", "output.logits"],
+        ["backward", "a", "output"],
+    ]
+    pt, ort = lines[11:13]
+    assert "2.00e-01" in pt and "(4, 5)  float32" in pt and "(4, 5)  float16" in ort
+    assert [line[:end].split()[-1] for line in (pt, ort)] == ["2", "2.5"]
+    assert "0.00e+00" in lines[9] and lines[7].split()[-12:] == lines[9].split()[-12:], "the same tensor as above"
+    assert lines[16].split() == ["ort"] and "pt" in lines[19].split()[-1]
+    assert lines[20].split()[:4] == ["ort", "(4,", "5)", "float32"]
 
 
 def test_tensors_of_other_shapes_have_no_error(tmp_path):
@@ -167,19 +146,19 @@ def test_tensors_of_other_shapes_have_no_error(tmp_path):
     rows[3] = dataclasses.replace(rows[3], shape=(5, 4))
     collect(tmp_path / "ort", rows)
     merge_activation_summary(tmp_path / "pt", tmp_path / "ort", tmp_path / "out")
-    line = summary(tmp_path / "out")[3]
-    assert line["error"] == "" and (line["shape_pt"], line["shape_ort"]) == ("(4, 5)", "(5, 4)")
+    lines = (tmp_path / "out" / "step_0" / "rank_0.txt").read_text().splitlines()
+    assert lines[11].split()[3:6] == ["pt", "(4,", "5)"] and lines[12].split()[:3] == ["ort", "(5,", "4)"]
 
 
 def test_what_only_one_run_has_is_a_note(tmp_path):
-    write(tmp_path / "pt", steps=(0, 1, 2), world=2)
-    write(tmp_path / "pt", steps=(0, 1, 2), rank=1, world=2)
+    write(tmp_path / "pt", 0, 2, steps=(0, 1, 2))
+    write(tmp_path / "pt", 1, 2, steps=(0, 1, 2))
     write(tmp_path / "ort", steps=(2, 3))
     report = merge_activation_summary(tmp_path / "pt", tmp_path / "ort", tmp_path / "out")
     assert report.steps == (2,) and report.ranks == (0,) and report.records == len(records(0))
     told = "\n".join(report.notes)
     assert "ranks that only" in told and "pt has are left out: 0, 1" in told and "ort has are left out: 3" in told
-    assert sorted(os.listdir(tmp_path / "out")) == ["step_2", "summary.csv"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["step_2"]
 
 
 def test_runs_without_a_common_step_are_refused(tmp_path):
@@ -224,17 +203,6 @@ def test_the_command_writes_and_says_what(runs, tmp_path, capsys):
     assert captured.out == "" and captured.err.startswith("ort-zero stats merge: ") and captured.err.count("\n") == 1
     assert cli.main(["stats", "merge", *arguments(runs, tmp_path / "json"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["records"] == 20
-
-
-@pytest.mark.parametrize("package", ["pyarrow", "numpy"])
-def test_a_missing_package_is_one_line(runs, tmp_path, package):
-    code = (
-        f"import sys; sys.modules[{package!r}] = None\nfrom ort_zero.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    )
-    argv = [sys.executable, "-c", code, "stats", "merge", *arguments(runs, tmp_path / "out")]
-    done = subprocess.run(argv, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == f"ort-zero stats merge: {package} is not installed: pip install 'ort-zero[statistics]'\n"
 
 
 def test_the_guides_names_work(runs, tmp_path):

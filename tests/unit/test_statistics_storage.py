@@ -1,8 +1,7 @@
-"""Statistics files: what is written is read, whatever happens to the disk, and folders of others are left alone."""
+"""Statistics files: what is written is read, whatever happens to the disk, and files of others are left alone."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -11,21 +10,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from statistics_files import begin, records, write
+from statistics_files import begin, manifest_of, records, write
 from statistics_records import Record, columns_of, records_of
 
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.collect import writer
-from ort_zero.statistics.file_format import END, HEADER
-from ort_zero.statistics.reader import locate_steps, open_run
-from ort_zero.statistics.records import FILE, FIRST, FORMAT_VERSION, MANIFEST, SKETCH
-from ort_zero.statistics.run_folder import CLAIM, LOCK, rank_name
+from ort_zero.statistics import files
+from ort_zero.statistics.files import END, SCHEMA, header_of, locate_steps
+from ort_zero.statistics.reader import open_run
+from ort_zero.statistics.rows import FIRST, SKETCH
 
 
 def same(a: Record, b: Record) -> bool:
@@ -41,28 +39,28 @@ def is_what_was_written(found: dict[int, list[Record]]) -> bool:
     return all(len(rows) == len(records(step)) and all(map(same, rows, records(step))) for step, rows in found.items())
 
 
-@pytest.fixture
-def warnings(monkeypatch):
-    """Collects what the writer logs."""
-    said = []
-
-    class Logger:
-        warning = staticmethod(said.append)
-        error = staticmethod(said.append)
-
-    monkeypatch.setattr(writer, "get_logger", lambda: Logger)
-    return said
+@contextmanager
+def room_for(size: int):
+    """Let no file of this process become larger than `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # --- what is written is read ---------------------------------------------------------------------------------------
 
 
-def test_records_come_back_to_the_last_bit(tmp_path):
-    write(tmp_path, steps=(3, 4, 9), world=2)
-    write(tmp_path, steps=(3, 9), rank=1, world=2)
-    run = open_run(tmp_path)
-    assert run.ranks == (0, 1) and run.steps_of(0) == (3, 4, 9) and run.steps_of(1) == (3, 9)
-    assert run.info.steps == (3, 9) and run.info.world_size == 2 and run.info.zero_stage == 3
+def test_records_come_back_to_the_last_bit_from_files_of_ranks_and_ranges(tmp_path):
+    write(tmp_path, 0, 2, steps=(3, 4, 9))
+    write(tmp_path, 0, 2, "run-1", 20, steps=(20, 21))
+    write(tmp_path, 1, 2, steps=(3, 9))
+    write(tmp_path, 1, 2, "run-1", 20, steps=(20,))
+    run = open_run(f"file://{tmp_path}")
+    assert run.ranks == (0, 1) and run.steps_of(0) == (3, 4, 9, 20, 21) and run.steps_of(1) == (3, 9, 20)
+    assert run.info.steps == (3, 9, 20) and run.info.world_size == 2 and run.info.zero_stage == 3
     assert (run.info.backend, run.info.dtype, run.info.model, run.info.run_id) == ("torch", "bfloat16", "Net", "run-1")
     assert run.parameters == {"head.weight": (3, 4), "scale": ()} and run.model_digest == "abc" and run.notes == []
     for rank in run.ranks:
@@ -70,51 +68,43 @@ def test_records_come_back_to_the_last_bit(tmp_path):
         assert is_what_was_written(content(run, rank))
 
 
-def test_columns_are_arrays_of_one_length(tmp_path):
-    write(tmp_path, steps=(0, 1))
+def test_columns_are_arrays_of_one_length_and_any_reader_of_arrow_has_them(tmp_path):
+    file = write(tmp_path, steps=(0, 1))
     first, second = open_run(tmp_path).tables(0)
     assert first.sketch.shape == (6, SKETCH) and first.first.shape == (6, FIRST) and len(first) == 6
     assert first.phase.dtype == np.uint8 and first.call.dtype == np.int32 and first.nan.dtype == np.int64
     assert first.partitioned.dtype == bool and first.l2.dtype == np.float64
     assert np.isnan(first.first[0, 1:]).all(), "one value is padded with NaN"
     assert first.module is second.module, "texts that do not change are not made again"
-
-
-def test_any_reader_of_arrow_opens_the_file(tmp_path):
-    file = write(tmp_path)
     with pa.ipc.open_stream(file.read_bytes()) as reader:
-        assert reader.schema.metadata[b"format_version"] == str(FORMAT_VERSION).encode()
+        assert json.loads(reader.schema.metadata[b"ort_zero statistics"])["run_id"] == "run-1"
         batches = list(reader.iter_batches_with_custom_metadata())
-    assert [batch.num_rows for batch, _ in batches] == [6, 6, 6]
-    assert [int(re.search(rb"step=(\d+)", extra[b"ort_zero"])[1]) for _, extra in batches] == [0, 1, 2]
-
-
-def test_a_step_without_rows_is_a_step(tmp_path):
-    with begin(tmp_path) as writer:
-        writer.append(0, *columns_of([]))
-    (table,) = open_run(tmp_path).tables(0)
-    assert len(table) == 0 and table.sketch.shape == (0, SKETCH)
+    assert [batch.num_rows for batch, _ in batches] == [6, 6]
+    assert [int(re.search(rb"step=(\d+)", extra[b"ort_zero"])[1]) for _, extra in batches] == [0, 1]
 
 
 def test_a_wrong_call_is_an_error_and_the_file_stays_good(tmp_path):
-    with begin(tmp_path) as writer:
+    writer = begin(tmp_path)
+    writer.append(4, *columns_of([]))
+    writer.append(5, *columns_of(records(5)))
+    with pytest.raises(ValueError, match="step 5 comes after step 5"):
         writer.append(5, *columns_of(records(5)))
-        with pytest.raises(ValueError, match="step 5 comes after step 5"):
-            writer.append(5, *columns_of(records(5)))
-        described, raw = columns_of(records(6))
-        with pytest.raises(ValueError, match="6 rows need raw statistics of shape"):
-            writer.append(6, described, raw[:-1])
-    assert list(content(open_run(tmp_path))) == [5]
+    described, raw = columns_of(records(6))
+    with pytest.raises(ValueError, match="6 rows need raw statistics of shape"):
+        writer.append(6, described, raw[:-1])
+    writer.close()
+    assert {step: len(rows) for step, rows in content(open_run(tmp_path)).items()} == {4: 0, 5: 6}
 
 
-def test_reading_takes_no_more_memory_than_a_few_steps(tmp_path):
+def test_reading_takes_no_more_memory_than_a_few_steps_and_no_torch(tmp_path):
     described, raw = columns_of(records(0, 1000))
     described["source"] = [-1] * 1000
-    with begin(tmp_path) as writer:
-        for step in range(80):
-            raw += np.random.default_rng(step).standard_normal(raw.shape)
-            writer.append(step, described, raw)
-    assert writer.size > 40e6
+    writer = begin(tmp_path)
+    for step in range(80):
+        raw += np.random.default_rng(step).standard_normal(raw.shape)
+        writer.append(step, described, raw)
+    writer.close()
+    assert writer.path.stat().st_size > 40e6
     code = (
         "import sys\nfrom ort_zero.statistics.reader import open_run\n"
         "def anonymous():\n"
@@ -135,20 +125,22 @@ def test_reading_takes_no_more_memory_than_a_few_steps(tmp_path):
 def test_a_file_cut_at_any_byte_is_read_up_to_its_last_full_step(tmp_path):
     file = write(tmp_path)
     data = file.read_bytes()
-    ends = [len(HEADER)]
-    with pa.OSFile(str(file)) as stream:
-        places, ended, rest = locate_steps(stream, file)
-    ends += [place.offset + place.length for place in places]
-    assert ended and not rest and ends[-1] == len(data) - len(END)
+    located, remark = locate_steps(file)
+    ends = [len(header_of(manifest_of())), *(step.offset + step.length for step in located)]
+    assert not remark and ends[-1] == len(data) - len(END)
     for size in range(len(data) - 1, -1, -1):
         os.truncate(file, size)
+        if size < ends[0]:
+            assert files.read_manifest(file) is None, size
+            continue
         run = open_run(tmp_path)
         full = sum(end <= size for end in ends[1:])
-        assert run.steps_of(0) == tuple(range(full)), size
-        assert run.info.steps == tuple(range(full)) and len(run.notes) == 1, size
-        assert ("cut inside a step" in run.notes[0]) == (size not in (0, *ends)), size
+        assert run.info.steps == run.steps_of(0) == tuple(range(full)) and len(run.notes) == 1, size
+        assert ("cut inside a step" in run.notes[0]) == (size not in ends), size
         if size in ends or size % 97 == 0:
             assert is_what_was_written(content(run))
+    with pytest.raises(StatisticsError, match="holds no statistics of ort_zero"):
+        open_run(tmp_path)  # the rank ended at its start
 
 
 @pytest.mark.seconds
@@ -156,7 +148,7 @@ def test_a_changed_byte_never_comes_out_as_a_number(tmp_path):
     file = write(tmp_path, steps=(0, 1))
     data = file.read_bytes()
     refused = shortened = 0
-    for place in range(0, len(data), 3):
+    for place in range(len(header_of(manifest_of())), len(data), 3):
         file.write_bytes(data[:place] + bytes([data[place] ^ 0x41]) + data[place + 1 :])
         try:
             run = open_run(tmp_path)
@@ -169,80 +161,67 @@ def test_a_changed_byte_never_comes_out_as_a_number(tmp_path):
         if len(found) < 2:
             assert run.notes, place
             shortened += 1
-    assert refused > 0.8 * len(data) / 3 and shortened
+    assert refused > 0.8 * (len(data) - len(header_of(manifest_of()))) / 3 and shortened
 
 
 def test_zeros_left_by_a_machine_that_went_down_are_no_step(tmp_path):
     file = write(tmp_path)
     data = file.read_bytes()[: -len(END)]
-    file.write_bytes(data + bytes(5000))
-    run = open_run(tmp_path)
-    assert run.steps_of(0) == (0, 1, 2) and "cut inside a step" in run.notes[0]
-    file.write_bytes(data[:-2000] + bytes(2000))
-    run = open_run(tmp_path)
-    assert run.steps_of(0) == (0, 1) and "cut inside a step" in run.notes[0] and is_what_was_written(content(run))
+    for kept, steps in ((data + bytes(5000), (0, 1, 2)), (data[:-2000] + bytes(2000), (0, 1))):
+        file.write_bytes(kept)
+        run = open_run(tmp_path)
+        assert run.steps_of(0) == steps and "cut inside a step" in run.notes[0] and is_what_was_written(content(run))
 
 
 def test_a_run_that_goes_on_is_read(tmp_path):
-    with begin(tmp_path) as writer:
-        assert open_run(tmp_path).info.steps == ()
-        writer.append(0, *columns_of(records(0)))
-        run = open_run(tmp_path)
-        assert run.info.steps == (0,) and "no end mark" in run.notes[0] and is_what_was_written(content(run))
+    writer = begin(tmp_path)
+    assert open_run(tmp_path).info.steps == ()
+    writer.append(0, *columns_of(records(0)))
+    run = open_run(tmp_path)
+    assert run.info.steps == (0,) and "no end mark" in run.notes[0] and is_what_was_written(content(run))
 
 
 # --- a disk that fails ---------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_ends_the_file_at_a_full_step_with_one_warning(tmp_path):
-    code = (
-        "import resource, sys\nsys.path.insert(0, sys.argv[2])\nimport statistics_files as t\n"
-        "writer = t.begin(sys.argv[1])\nwriter.append(0, *t.columns_of(t.records(0)))\n"
-        "one = writer.size\nresource.setrlimit(resource.RLIMIT_FSIZE, (2 * one, 2 * one))\n"
-        "for number in range(1, 9):\n    writer.append(number, *t.columns_of(t.records(number)))\n"
-        "writer.close()\nprint(writer.alive, writer.steps)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path, Path(__file__).parent], capture_output=True, text=True, check=True
-    )
-    alive, steps = done.stdout.split()
-    assert alive == "False" and 1 <= int(steps) < 8
-    assert done.stderr.count("\n") == 1 and f"statistics end before step {steps}, training goes on" in done.stderr
-    assert "File too large" in done.stderr and f"holds {steps} full steps" in done.stderr
+def test_a_full_disk_ends_the_file_at_a_full_step_with_one_warning(tmp_path, capsys):
+    writer = begin(tmp_path)
+    writer.append(0, *columns_of(records(0)))
+    with room_for(2 * writer.path.stat().st_size):
+        for number in range(1, 9):
+            writer.append(number, *columns_of(records(number)))
+        writer.close()
+    said = capsys.readouterr().err
+    assert not writer.alive and 1 <= writer.steps < 8
+    assert said.count("\n") == 1 and f"statistics end before step {writer.steps}, training goes on" in said
+    assert "File too large" in said and f"holds {writer.steps} full steps" in said
     run = open_run(tmp_path)
-    assert run.steps_of(0) == tuple(range(int(steps))) and is_what_was_written(content(run))
+    assert run.steps_of(0) == tuple(range(writer.steps)) and is_what_was_written(content(run))
     assert "no end mark" in run.notes[0], "the part of the step that found room is gone"
 
 
-def test_a_disk_that_fills_while_the_end_is_written_leaves_full_steps(tmp_path, warnings):
-    writer = begin(tmp_path)
+def test_a_disk_that_fills_at_the_end_or_at_the_start(tmp_path, capsys):
+    writer = begin(tmp_path / "end")
     writer.append(0, *columns_of(records(0)))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (writer.size + 3, before[1]))
-    try:
+    size = writer.path.stat().st_size
+    with room_for(size + 3):
         writer.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert os.path.getsize(writer.folder / FILE) == writer.size
-    assert open_run(tmp_path).steps_of(0) == (0,) and not warnings
+    assert writer.path.stat().st_size == size and open_run(tmp_path / "end").steps_of(0) == (0,)
+    with room_for(1500), pytest.raises(StatisticsError, match=r"File too large; choose another output_dir"):
+        begin(tmp_path / "start")
+    assert not os.listdir(tmp_path / "start") and not capsys.readouterr().err
 
 
-def test_a_folder_that_is_deleted_while_training_is_one_warning(tmp_path, warnings):
-    writer = begin(tmp_path / "run")
+def test_a_folder_that_is_deleted_while_training_is_one_warning_also_of_another_rank(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    writer = begin(tmp_path / "run", 1, 2)
     writer.append(0, *columns_of(records(0)))
     shutil.rmtree(tmp_path / "run")
     for step in (1, 2, 3):
         writer.append(step, *columns_of(records(step)))
     writer.close()
-    assert not writer.alive and len(warnings) == 1 and "was deleted" in warnings[0] and "before step 1" in warnings[0]
-
-
-def test_the_warning_of_another_rank_is_not_swallowed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    writer = begin(tmp_path / "run", rank=1, world=2)
-    shutil.rmtree(tmp_path / "run")
-    writer.append(0, *columns_of([]))
-    assert "statistics end before step 0" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert not writer.alive and said.count("\n") == 1 and "was deleted" in said and "before step 1" in said
 
 
 def test_a_forked_child_does_not_touch_the_file(tmp_path):
@@ -263,10 +242,9 @@ def test_a_place_that_cannot_be_written_is_named_at_once(tmp_path):
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(StatisticsError, match=re.escape(str(place)) + ".*choose another output_dir"):
             begin(place)
-    with pytest.raises(StatisticsError, match="s3://bucket/run is not a local folder"):
-        begin("s3://bucket/run")
-    with pytest.raises(StatisticsError, match="s3://bucket/run is not a local folder"):
-        open_run("s3://bucket/run")
+    for function in (begin, open_run):
+        with pytest.raises(StatisticsError, match="s3://bucket/run is not a local folder"):
+            function("s3://bucket/run")
 
 
 def test_a_read_only_folder_is_named_at_once():
@@ -286,241 +264,80 @@ def test_a_read_only_folder_is_named_at_once():
         shutil.rmtree(base)
 
 
-def test_no_room_for_a_header_is_an_error_at_once(tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
-    try:
-        with pytest.raises(StatisticsError, match="File too large"):
-            begin(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 # --- whose folder it is --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_second_run_is_refused_also_on_ranks_that_the_first_lacks(tmp_path, rank):
-    file = write(tmp_path, world=2)
+@pytest.mark.parametrize("about", [(0, 3, "run-2"), (1, 3, "run-2"), (2, 3, "run-2"), (0, 2, "run-1")])
+def test_a_second_run_is_refused_also_on_ranks_that_the_first_lacks(tmp_path, about):
+    file = write(tmp_path, 0, 2)
     before = file.read_bytes()
     with pytest.raises(StatisticsError, match=r"another run; choose another output_dir.*override_output_dir=True"):
-        begin(tmp_path, rank=rank, world=3, run="run-2")
-    assert file.read_bytes() == before and sorted(os.listdir(tmp_path)) == sorted(
-        {"rank_00000", "run.json", *({LOCK} & set(os.listdir(tmp_path)))}
-    )
+        begin(tmp_path, *about)
+    assert file.read_bytes() == before and os.listdir(tmp_path) == [file.name]
 
 
-def test_one_rank_cannot_begin_twice(tmp_path):
-    write(tmp_path)
-    with pytest.raises(StatisticsError, match=r"rank_00000 holds the statistics of another run"):
-        begin(tmp_path)
-
-
-def test_override_empties_every_rank_of_the_run_before(tmp_path):
+def test_override_deletes_every_file_of_the_run_before_and_nothing_else(tmp_path):
     for rank in range(3):
-        write(tmp_path, rank=rank, world=3)
+        write(tmp_path, rank, 3)
+    (tmp_path / files.file_name(3, 0)).write_bytes(b"\xff\xff")  # a rank that died at its start
     (tmp_path / "notes.txt").write_text("mine")
-    write(tmp_path, steps=(7,), run="run-2", override=True)
+    write(tmp_path, 1, 2, "run-2", steps=(7,), override=True)
+    write(tmp_path, 0, 2, "run-2", steps=(7,), override=True)
     run = open_run(tmp_path)
-    assert run.ranks == (0,) and run.info.steps == (7,) and run.info.run_id == "run-2"
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-    assert not (tmp_path / "rank_00002").exists()
-
-
-def test_override_by_a_run_with_the_same_id_leaves_no_rank_over(tmp_path):
-    for rank in range(3):
-        write(tmp_path, rank=rank, world=3)
-    for rank in (1, 0):
-        write(tmp_path, steps=(7,), rank=rank, world=2, override=True)
-    assert open_run(tmp_path).ranks == (0, 1) and open_run(tmp_path).info.steps == (7,)
-
-
-def test_override_takes_a_folder_whose_run_died_at_its_start(tmp_path):
-    (tmp_path / "rank_00000").mkdir()
-    (tmp_path / "rank_00000" / FILE).write_bytes(b"half a header")
-    (tmp_path / "rank_00000" / f".{MANIFEST}.17.partial").write_text("{")
-    with pytest.raises(StatisticsError, match="another run"):
-        begin(tmp_path)
-    write(tmp_path, override=True)
-    assert open_run(tmp_path).info.steps == (0, 1, 2)
-
-
-def foreign_file(folder: Path) -> str:
-    (folder / "rank_00001" / "precious.pt").write_text("x")
-    return "precious.pt"
-
-
-def foreign_folder(folder: Path) -> str:
-    (folder / "rank_00001" / FILE).unlink()
-    (folder / "rank_00001" / FILE).mkdir()
-    return FILE
-
-
-def foreign_manifest(folder: Path) -> str:
-    (folder / "rank_00001" / MANIFEST).write_text('{"format": "something else"}')
-    return MANIFEST
-
-
-def damaged_manifest(folder: Path) -> str:
-    (folder / "rank_00001" / MANIFEST).write_text("# my notes")
-    return MANIFEST
-
-
-def foreign_claim(folder: Path) -> str:
-    (folder / CLAIM).write_text('{"name": "a web page"}')
-    return CLAIM
-
-
-def link(folder: Path) -> str:
-    (folder / "rank_00001").rename(folder / "elsewhere")
-    (folder / "rank_00001").symlink_to(folder / "elsewhere")
-    return "rank_00001"
-
-
-def plain_file(folder: Path) -> str:
-    (folder / "rank_00002").write_text("x")
-    return "rank_00002"
-
-
-@pytest.mark.parametrize(
-    "make", [foreign_file, foreign_folder, foreign_manifest, damaged_manifest, foreign_claim, link, plain_file]
-)
-def test_override_deletes_nothing_where_something_is_not_ours(tmp_path, make):
-    for rank in range(2):
-        write(tmp_path, rank=rank, world=2)
-    name = make(tmp_path)
-    before = sorted(str(path) for path in tmp_path.rglob("*") if path.name != LOCK)
-    with pytest.raises(StatisticsError, match=re.escape(name)):
-        begin(tmp_path, run="run-2", override=True)
-    assert sorted(str(path) for path in tmp_path.rglob("*") if path.name != LOCK) == before
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations([("x", 0), ("x", 1), ("y", 0), ("y", 1)])))
-@pytest.mark.parametrize("override", [False, True])
-def test_two_runs_that_start_together_never_mix(tmp_path, order, override, warnings):
-    write(tmp_path, run="w", override=False) if override else None
-    writers, lost = [], set()
-    for run, rank in order:
-        try:
-            writers.append((run, begin(tmp_path, rank, 2, run, override)))
-        except StatisticsError:
-            lost.add(run)
-    for run, opened in writers:
-        opened.append(0, *columns_of(records(0)))
-        opened.close()
-        if not opened.steps:
-            lost.add(run)
-    assert len(lost) == 1, "exactly one of them has to give way"
-    run = open_run(tmp_path)
-    assert {run.info.run_id} == {"x", "y"} - lost and run.info.steps == (0,) and run.ranks == (0, 1)
-
-
-@pytest.mark.seconds
-def test_processes_that_race_for_a_folder_never_mix(tmp_path):
-    code = (
-        "import sys, time\nsys.path.insert(0, sys.argv[1])\nimport statistics_files as t\n"
-        "from pathlib import Path\nfrom ort_zero.errors import StatisticsError\n"
-        "base, run, rank, start = Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), float(sys.argv[5])\n"
-        "for number in range(20):\n"
-        "    time.sleep(max(0, start + 0.1 * number - time.time()))\n"
-        "    try:\n"
-        "        t.write(base / str(number), (0,), rank, 2, run, override=number % 2 == 1)\n"
-        "    except StatisticsError as error:\n"
-        "        print(number, error)\n"
-    )
-    start = time.time() + 3
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, Path(__file__).parent, tmp_path, run, str(rank), str(start)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for run in "xy"
-        for rank in range(2)
-    ]
-    outputs = [child.communicate() for child in children]
-    assert [child.returncode for child in children] == [0] * 4, outputs
-    assert time.time() > start + 1.9, "the rounds have to be run at the same times"
-    for number in range(20):
-        run = open_run(tmp_path / str(number))
-        assert run.ranks == (0, 1) and run.info.steps == (0,)
-        refused = [i for i, (out, _) in enumerate(outputs) if re.search(rf"^{number} ", out, flags=re.M)]
-        # without override both ranks of one run are refused, the other run is never harmed
-        assert number % 2 or refused in ([0, 1], [2, 3])
+    assert run.ranks == (0, 1) and run.info.steps == (7,) and run.info.run_id == "run-2"
+    assert sorted(os.listdir(tmp_path)) == ["notes.txt", files.file_name(0, 0), files.file_name(1, 0)]
+    precious = tmp_path / files.file_name(5, 0)
+    precious.write_text("something else")
+    with pytest.raises(StatisticsError, match=f"{precious.name} does not begin as a file of ort_zero's statistics"):
+        begin(tmp_path, 0, 1, "run-3", override=True)
+    assert precious.read_text() == "something else"
 
 
 # --- folders that are no run ---------------------------------------------------------------------------------------
 
 
-def test_a_rank_folder_stands_for_its_run(tmp_path, monkeypatch):
-    for rank in range(2):
-        write(tmp_path, rank=rank, world=2)
-    assert open_run(tmp_path / "rank_00001").info.world_size == 2
-    monkeypatch.chdir(tmp_path / "rank_00001")
-    assert open_run(".").info.world_size == 2
-    assert open_run(f"file://{tmp_path}").info.world_size == 2
+def with_manifest(rank: int = 1, **changes):
+    """Return a function that changes the manifest of a file of a run."""
+
+    def change(folder: Path) -> None:
+        manifest = {**manifest_of(rank, 2), **changes}
+        (folder / files.file_name(rank, 0)).write_bytes(header_of(manifest))
+
+    return change
 
 
-def edit_manifest(folder: Path, rank: int = 0, **changes) -> None:
-    path = folder / rank_name(rank) / MANIFEST
-    values = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
-
-
-def newer(folder: Path) -> None:
-    edit_manifest(folder, format_version=FORMAT_VERSION + 1)
-
-
-def without_run_id(folder: Path) -> None:
-    edit_manifest(folder, run_id=None)
-
-
-def other_run(folder: Path) -> None:
-    edit_manifest(folder, rank=1, run_id="run-2")
+def as_bytes(data: bytes):
+    return lambda folder: (folder / files.file_name(1, 0)).write_bytes(data)
 
 
 def lost_rank(folder: Path) -> None:
-    shutil.rmtree(folder / "rank_00000")
+    (folder / files.file_name(0, 0)).unlink()
 
 
 def rank_too_many(folder: Path) -> None:
-    shutil.copytree(folder / "rank_00001", folder / "rank_00002")
+    with_manifest(rank=2, world_size=2)(folder)
 
 
-def lost_file(folder: Path) -> None:
-    (folder / "rank_00001" / FILE).unlink()
-
-
-def other_file(folder: Path) -> None:
-    (folder / "rank_00001" / FILE).write_bytes(b"PK\3\4" * 100)
-
-
-def other_stream(folder: Path) -> None:
-    (folder / "rank_00001" / FILE).write_bytes(pa.schema([("x", pa.int64())]).serialize().to_pybytes())
-
-
-def manifest_cut(folder: Path) -> None:
-    (folder / "rank_00001" / MANIFEST).write_text('{"format": ')
+def range_of_another_run(folder: Path) -> None:
+    (folder / files.file_name(1, 8)).write_bytes(header_of(manifest_of(1, 2, "run-2", 8)))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (newer, "format version 2, this ort_zero reads up to 1: install a newer one"),
-        (without_run_id, "has no run_id"),
-        (other_run, r"ranks of different runs \(rank 0 of run run-1, rank 1 of run run-2\)"),
-        (lost_rank, r"lacks 1 of 2 ranks \(rank_00000\): put the folders of all ranks into one"),
+        (with_manifest(format_version=2), "format version 2, this ort_zero reads up to 1: install a newer one"),
+        (with_manifest(run_id="run-2"), r"ranks of different runs \(rank 0 of run run-1, rank 1 of run run-2\)"),
+        (range_of_another_run, r"ranks of different runs \(rank 1 of run run-1, rank 1 of run run-2\)"),
+        (lost_rank, r"lacks 1 of 2 ranks \(0\): put the files of all ranks into one"),
+        (as_bytes(b""), r"lacks 1 of 2 ranks \(1\)"),
         (rank_too_many, "ranks of runs with different numbers of ranks"),
-        (lost_file, "rank_00001/statistics.arrow is missing"),
-        (other_file, "does not begin as an Arrow stream"),
-        (other_stream, "a header that is not of ort_zero's statistics"),
-        (manifest_cut, "rank_00001/manifest.json is damaged"),
+        (as_bytes(b"PK\3\4" * 100), "does not begin as a file of ort_zero's statistics"),
+        (as_bytes(SCHEMA.serialize().to_pybytes()), "does not begin as a file of ort_zero's statistics"),
     ],
 )
 def test_a_run_that_cannot_be_read_says_why(tmp_path, change, message):
     for rank in range(2):
-        write(tmp_path, rank=rank, world=2)
+        write(tmp_path, rank, 2)
     change(tmp_path)
     with pytest.raises(StatisticsError, match=message) as caught:
         open_run(tmp_path)
@@ -533,32 +350,29 @@ def test_a_folder_that_is_no_run_says_what_it_is(tmp_path):
     with pytest.raises(StatisticsError, match="is empty"):
         open_run(tmp_path)
     (tmp_path / "weights.pt").write_text("x")
-    with pytest.raises(StatisticsError, match=r"no rank_00000/manifest.json\); it contains: weights.pt"):
+    with pytest.raises(StatisticsError, match=r"no rank_00000_from_0000000.arrow\); it contains: weights.pt"):
         open_run(tmp_path)
     with pytest.raises(StatisticsError, match=r"weights.pt is a file"):
         open_run(tmp_path / "weights.pt")
     write(tmp_path / "pt_out")
     with pytest.raises(StatisticsError, match="did you mean .*pt_out"):
         open_run(tmp_path)
-
-
-def test_the_text_format_of_upstream_is_recognised(tmp_path):
-    for step in range(3):
-        (tmp_path / f"step_{step}").mkdir()
-        (tmp_path / f"step_{step}" / "order.txt").write_text("Linear_1_0th_output_forward\nNet_0_0th_output_forward\n")
-    with pytest.raises(StatisticsError, match=r"onnxruntime.*\(3 steps, 2 tensors in step_0\).*collect the run again"):
+    (tmp_path / "step_0").mkdir()
+    (tmp_path / "step_0" / "order.txt").write_text("Linear_1_0th_output_forward\n")
+    with pytest.raises(StatisticsError, match=r"onnxruntime.*\(1 steps\).*collect the run again"):
         open_run(tmp_path)
 
 
 def test_ranks_with_other_models_are_a_note(tmp_path):
-    for rank in range(2):
-        write(tmp_path, rank=rank, world=2)
-    edit_manifest(tmp_path, rank=1, model_digest="other")
-    assert "rank 1 has another model than rank 0" in open_run(tmp_path).notes[0]
+    write(tmp_path, 0, 2)
+    with_manifest(model_digest="other")(tmp_path)
+    assert "rank 1 has another model than rank 0" in "".join(open_run(tmp_path).notes)
 
 
-def test_a_missing_package_is_one_line_with_the_way_out():
-    code = "import sys; sys.modules['pyarrow'] = None; import ort_zero.statistics.reader"
+@pytest.mark.parametrize("package", ["pyarrow", "numba"])
+def test_a_missing_package_is_one_line_with_the_way_out(package):
+    module = "reader" if package == "pyarrow" else "collect.kernels"
+    code = f"import sys; sys.modules[{package!r}] = None; import ort_zero.statistics.{module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
-    assert last.endswith("StatisticsError: pyarrow is not installed: pip install 'ort-zero[statistics]'")
+    assert last.endswith(f"StatisticsError: {package} is not installed: pip install 'ort-zero[statistics]'")

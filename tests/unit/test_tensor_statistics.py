@@ -19,8 +19,7 @@ from ort_zero.statistics import rows as layout
 from ort_zero.statistics.collect import tensor_statistics as module
 from ort_zero.statistics.collect.sampling import sampled
 from ort_zero.statistics.collect.tensor_statistics import BUCKET, measure_into, measure_on_device
-from ort_zero.statistics.records import FIRST
-from ort_zero.statistics.rows import WIDTH, merge
+from ort_zero.statistics.rows import FIRST, WIDTH, merge
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn)
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)

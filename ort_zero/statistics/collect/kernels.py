@@ -15,10 +15,10 @@ from typing import Any
 
 from ort_zero.statistics import extra
 from ort_zero.statistics.collect.sketch_signs import BLOCK, TABLE, splitmix64
-from ort_zero.statistics.records import FIRST, SKETCH
 from ort_zero.statistics.rows import (
     ABS_MEAN,
     ELEMENTS,
+    FIRST,
     FIRST_AT,
     INF,
     L2,
@@ -28,6 +28,7 @@ from ort_zero.statistics.rows import (
     NAN,
     NEGATIVE,
     POSITIVE,
+    SKETCH,
     SKETCH_AT,
     STD,
     ZERO,

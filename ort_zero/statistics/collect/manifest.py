@@ -40,7 +40,7 @@ def owned_parameters(model: torch.nn.Module) -> list[tuple[str, str, torch.nn.Pa
 
 
 def manifest_of(subscribed: SubscribedModel, start_step: int, end_step: int | None, parameters: str) -> dict[str, Any]:
-    """Return the manifest of a run; each rank adds its number later."""
+    """Return the manifest of a run for this rank."""
     model = subscribed.root
     assert model is not None, "its forward runs"
     shapes = {}
@@ -51,8 +51,11 @@ def manifest_of(subscribed: SubscribedModel, start_step: int, end_step: int | No
         types[str(parameter.dtype).removeprefix("torch.")] += int(np.prod(shape, dtype=np.int64))
     digest = xxhash.xxh3_64_hexdigest(repr(sorted(shapes.items())).encode())
     versions = {name: version for name in _PACKAGES if (version := installed(name)) is not None}
+    rank, world_size = rank_and_size()
     return {
         "run_id": run_id(),
+        "rank": rank,
+        "world_size": world_size,
         **{"backend": subscribed.backend, "zero_stage": 0, **remembered(model)},
         "dtype": types.most_common(1)[0][0] if types else "",
         "model": type(model).__name__,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ort_zero.statistics.records import SKETCH
+from ort_zero.statistics.rows import SKETCH
 
 BLOCK = 4096
 """Number of elements in a block, whose signs come from one table: a block and the table fit into the L1 cache."""

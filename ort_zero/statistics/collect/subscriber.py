@@ -14,17 +14,15 @@ from ort_zero.compat.deepspeed_parameters import full_shape
 from ort_zero.errors import StatisticsError
 from ort_zero.log import get_logger
 from ort_zero.statistics.collect import tensor_statistics
-from ort_zero.statistics.collect.folder_claim import taken
 from ort_zero.statistics.collect.manifest import manifest_of, owned_parameters, rank_and_size
 from ort_zero.statistics.collect.module_calls import TensorSlot
 from ort_zero.statistics.collect.sampling import sampled
 from ort_zero.statistics.collect.subscribed_model import subscribed_model_of
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
-from ort_zero.statistics.collect.writer import StatisticsWriter
-from ort_zero.statistics.file_format import DESCRIPTION
-from ort_zero.statistics.records import FILE, Phase
+from ort_zero.statistics.collect.writer import StatisticsWriter, taken
+from ort_zero.statistics.files import DESCRIPTION, file_name
+from ort_zero.statistics.records import Phase
 from ort_zero.statistics.rows import WIDTH
-from ort_zero.statistics.run_folder import rank_name
 
 _MAX_PENDING = 8
 """Maximum number of steps in memory that wait for their backward."""
@@ -81,7 +79,7 @@ class StatisticsSubscriber(SubscriberBase):
     when the next step begins, and at exit. Errors of the disk never end the training run.
 
     Args:
-        output_dir: folder of the run, the same on all ranks; each rank writes into a subfolder, ``rank_00000`` etc.
+        output_dir: folder of the run, the same on all ranks; each rank writes a file into it.
         start_step: first step to collect; the first step of a model is 0.
         end_step: step before which collection ends; None: collect until the run ends.
         override_output_dir: delete the statistics of another run in the folder.
@@ -124,9 +122,9 @@ class StatisticsSubscriber(SubscriberBase):
         self.override, self.run_on_cpu, self.bucket_size = override_output_dir, run_on_cpu, bucket_size
         self.parameters = parameters
         if not override_output_dir:
-            folder = Path(self.output_dir, rank_name(rank_and_size()[0]))
-            if (folder / FILE).exists():
-                raise taken(folder)
+            file = Path(self.output_dir, file_name(rank_and_size()[0], start_step))
+            if file.exists():
+                raise taken(file)
         tensor_statistics.measure_into(
             np.empty(WIDTH), torch.zeros(1)
         )  # compiles the kernel now, not within the first step
@@ -221,7 +219,6 @@ class StatisticsSubscriber(SubscriberBase):
         try:
             self._writer = StatisticsWriter(
                 self.output_dir,
-                *rank_and_size(),
                 override=self.override,
                 manifest=manifest_of(subscribed, self.start_step, self.end_step, self.parameters),
             )

@@ -21,8 +21,7 @@ import torch
 
 from ort_zero.statistics.collect.sampling import require_memory
 from ort_zero.statistics.collect.sketch_signs import BLOCK, TABLE, signs_of_blocks
-from ort_zero.statistics.records import FIRST, SKETCH
-from ort_zero.statistics.rows import WIDTH, merge
+from ort_zero.statistics.rows import FIRST, SKETCH, WIDTH, merge
 
 if TYPE_CHECKING:
     from ort_zero.statistics.collect.kernels import Kernel

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ort_zero.statistics.compare.layout import Layout
-from ort_zero.statistics.file_format import Table
-from ort_zero.statistics.records import Phase
+from ort_zero.statistics.records import Phase, Table
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,6 @@
 """Compare two runs step by step, and name the first record whose error does not come from its inputs.
 
-Runs are streamed: one step of each rank is in memory at a time, and a dozen steps without sketches for the report.
+Runs are streamed: one step of each rank is in memory at a time, and a few steps without sketches for the report.
 :mod:`.side_by_side` reads a step, and :mod:`.rank_comparison` compares it. The resulting
 :class:`~.rank_comparison.StepComparison` goes to :mod:`.first_divergence`. From then on its tolerances tell the records
 that differ: in the counts, the text, the JSON and the report.
@@ -26,9 +26,8 @@ from ort_zero.statistics.reader import Run, open_run
 from ort_zero.statistics.records import Phase
 
 MAX_DIFFERENCES = 1000
-MAX_STEPS = 12
-"""Maximum number of steps whose errors are kept for the report; three of them are the step of the first divergence and
-its neighbours."""
+FIRST_STEPS = 3
+"""Number of first steps that the report shows, besides the step of the first divergence and its neighbours."""
 
 _WITHOUT_PARAMETERS = (
     "parameters were not collected: after step 0, only errors much larger than slightly different parameters cause are "
@@ -100,9 +99,7 @@ class _Result:
         self.notes: dict[str, str] = {}
         """The first note of each kind."""
         self.series: dict[int, list[StepRecords]] = {}
-        self._planned = _evenly_spaced(steps)
-        self._last: list[StepComparison] = []
-        """The previous step."""
+        """The records of a step, by the index of the step."""
 
     def add(self, compared: list[StepComparison], ranks: list[RankComparison]) -> None:
         """Add the comparison of one step on all ranks."""
@@ -115,7 +112,6 @@ class _Result:
             self._note_structure(one)
             self._count_differences(one)
         self._keep_series(settled)
-        self._last = settled
 
     def _look_for_divergence(self, compared: list[StepComparison], ranks: list[RankComparison]) -> None:
         divergence = None
@@ -158,18 +154,16 @@ class _Result:
                 self.differences.append(record_of(step, number))
 
     def _keep_series(self, settled: list[StepComparison]) -> None:
-        """Keep the records of planned steps, of the first divergence's step and of its two neighbours."""
-        neighbours = {of_step[0].step for of_step in (self._last, settled) if of_step}
-        if self.first is not None and self.first.step in neighbours:
-            self._planned |= neighbours
-        for of_step in (self._last, settled):
-            if of_step and of_step[0].step in self._planned:
-                self.series.setdefault(of_step[0].step, [StepRecords(one) for one in of_step])
+        """Keep the first steps, and the step of the first divergence with its neighbours; before it, the last two."""
+        now = self.steps.index(settled[0].step)
+        first = now if self.first is None else self.steps.index(self.first.step)
+        self.series[now] = [StepRecords(one) for one in settled]
+        self.series = {at: kept for at, kept in self.series.items() if at < FIRST_STEPS or abs(at - first) <= 1}
 
     def comparison(self, a: Run, b: Run, rtol: str, notes: list[str]) -> Comparison:
         """Return the comparison of all added steps."""
-        first = self.steps.index(self.first.step if self.first else self.steps[0])
-        around = sorted(self.series, key=lambda step: (abs(self.steps.index(step) - first) > 1, step))
+        first = self.steps.index(self.first.step) if self.first else 0
+        around = sorted(self.series, key=lambda at: (abs(at - first) > 1, at))
         return Comparison(
             a=a.info,
             b=b.info,
@@ -180,13 +174,5 @@ class _Result:
             counts={kind: self.counts[kind] for kind in KINDS if self.counts[kind]},
             differences=self.differences,
             notes=[*notes, *self.notes.values()],
-            series=[records for step in around for records in self.series[step] if len(records)],
+            series=[records for at in around for records in self.series[at] if len(records)],
         )
-
-
-def _evenly_spaced(steps: tuple[int, ...]) -> set[int]:
-    """Return the steps for the report: all steps of a short run, else evenly spaced steps with room for three more."""
-    if len(steps) <= MAX_STEPS:
-        return set(steps)
-    indices = np.linspace(0, len(steps) - 1, min(len(steps), MAX_STEPS - 3)).round().astype(int)
-    return {steps[index] for index in indices}

@@ -10,9 +10,8 @@ import numpy as np
 from ort_zero.statistics.compare.comparison import ComparedRecord
 from ort_zero.statistics.compare.distance import KIND_NAMES, NO_NUMBER
 from ort_zero.statistics.compare.rank_comparison import StepComparison
-from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.naming import tensor_name
-from ort_zero.statistics.records import Phase
+from ort_zero.statistics.records import Phase, Table
 from ort_zero.statistics.rows import COLUMNS
 
 

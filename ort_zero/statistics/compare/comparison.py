@@ -75,5 +75,5 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     """Remarks for the user: harmless records that only one run has, ranks left out, cut files."""
     series: list[Sequence[ComparedRecord]] = field(default_factory=list)
-    """All records of at most a dozen steps for the report, one sequence for each step and rank, in order of execution;
-    the steps around the first divergence come first."""
+    """All records of a few steps for the report, one sequence for each step and rank, in order of execution; the steps
+    around the first divergence come first."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ort_zero.statistics.compare.align import PairedTables
-from ort_zero.statistics.file_format import Table
+from ort_zero.statistics.records import Table
 
 NO_NUMBER = 4.0
 """The error of a pair without a number, such as NaN in one run alone; larger than all errors (at most 2)."""

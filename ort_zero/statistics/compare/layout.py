@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ort_zero.errors import StatisticsError
-from ort_zero.statistics.file_format import Table
-from ort_zero.statistics.records import Phase
+from ort_zero.statistics.records import Phase, Table
 
 Key = tuple[int, str, int, str, str, int]
 """Phase, module, occurrence, kind, slot, and a number from 0 that distinguishes otherwise equal keys."""
@@ -108,11 +106,3 @@ def _keys(table: Table) -> list[Key]:
         keys.append((*key, seen[key]))
         seen[key] += 1
     return keys
-
-
-def check_references(table: Table, name: str) -> None:
-    """Raise if a row refers to a row that the table does not have."""
-    rows = np.flatnonzero((table.phase == Phase.FORWARD) & (table.source >= 0))
-    orders = table.order[table.phase == Phase.FORWARD]
-    if not np.isin(table.source[rows], orders).all():
-        raise StatisticsError(f"{name}: step {table.step} refers to records that it does not hold; collect it again")

@@ -7,8 +7,8 @@ import numpy as np
 from ort_zero.statistics.compare.distance import NUMERIC
 from ort_zero.statistics.compare.layout import OUTPUT, CallTree
 from ort_zero.statistics.compare.rank_comparison import StepComparison
-from ort_zero.statistics.file_format import Table
-from ort_zero.statistics.records import SKETCH, Phase
+from ort_zero.statistics.records import Phase, Table
+from ort_zero.statistics.rows import SKETCH
 
 ISOLATED = 8
 """Maximum number of a sketch's numbers that single elements with an error may change."""

@@ -1,13 +1,11 @@
-"""Write the records of two runs side by side: a text for each step and rank, and one CSV file for pandas."""
+"""Write the records of two runs side by side: a text file for each step and rank."""
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,12 +19,7 @@ from ort_zero.statistics.records import Phase
 from ort_zero.statistics.rows import COLUMNS
 from ort_zero.utils import tables as text_tables
 
-SUMMARY = "summary.csv"
-SIDES = ("pt", "ort")
-_DESCRIBED = ("shape", "dtype", *COLUMNS)
-HEAD = ("step", "rank", "phase", "module", "occurrence", "tensor", "state", "error",
-        *(f"{name}_{side}" for name in _DESCRIBED for side in SIDES))  # fmt: skip
-"""Names of the columns of the CSV file."""
+_HEAD = ["phase", "module", "tensor", "error", "", "shape", "dtype", *COLUMNS]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +30,7 @@ class MergeReport:
     steps: tuple[int, ...]
     ranks: tuple[int, ...]
     records: int
-    """Number of lines of the CSV file below its head."""
+    """Number of records in all files."""
     only_pt: int
     only_ort: int
     notes: list[str]
@@ -46,10 +39,10 @@ class MergeReport:
 def merge_activation_summary(
     pt_dir: str | os.PathLike, ort_dir: str | os.PathLike, output_dir: str | os.PathLike
 ) -> MergeReport:
-    """Write two runs side by side: ``step_N/rank_R.txt`` in the order of execution, ``summary.csv`` with all records.
+    """Write two runs side by side into ``step_N/rank_R.txt``, in the order of execution.
 
     Args:
-        pt_dir: folder of the PyTorch run. Any run will do; its columns are called ``pt``.
+        pt_dir: folder of the PyTorch run. Any run will do; its lines are called ``pt``.
         ort_dir: folder of the ONNX Runtime run.
         output_dir: folder for the files, new or empty.
 
@@ -59,63 +52,35 @@ def merge_activation_summary(
     a, b = runs = (open_run(pt_dir), open_run(ort_dir))
     ranks = tuple(sorted(set(a.ranks) & set(b.ranks)))
     steps = tuple(sorted(set(a.info.steps) & set(b.info.steps)))
-    if not steps or not ranks:
+    if not steps:
         has = " and ".join(f"{run.info.path} has steps {number_list(run.info.steps)}" for run in runs)
         raise StatisticsError(f"the runs have no step in common: {has}")
     output = Path(output_dir)
-    states: list[str] = []
+    records = only_pt = only_ort = 0
     try:
         output.mkdir(parents=True, exist_ok=True)
         if any(output.iterdir()):
             raise StatisticsError(f"{output} is not empty; choose another output_dir")
-        with open(output / SUMMARY, "w", newline="", encoding="utf-8") as stream:
-            summary = csv.writer(stream)
-            summary.writerow(HEAD)
-            for rank in ranks:
-                common = [(table for table in run.tables(rank) if table.step in steps) for run in runs]
-                for step, *tables in zip(steps, *common):
-                    records = [(step, rank, *record) for record in _records(*map(layout_of, tables))]
-                    summary.writerows(records)
-                    states += [record[HEAD.index("state")] for record in records]
-                    folder = output / f"step_{step}"
-                    folder.mkdir(exist_ok=True)
-                    head = [f"{side}: {run.info.path} ({run.info.backend})" for side, run in zip(SIDES, runs)]
-                    lines = [f"step {step}, rank {rank}", *head, "", *_text_lines(records)]
-                    (folder / f"rank_{rank}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for rank in ranks:
+            common = ((table for table in run.tables(rank) if table.step in steps) for run in runs)
+            for step, *tables in zip(steps, *common):
+                layouts = [layout_of(table) for table in tables]
+                keys = [[layout.keys[row] for row in layout.sequence.tolist()] for layout in layouts]
+                order = list(in_both_orders(*keys))
+                records += len(order)
+                only_pt += len(order) - len(keys[1])
+                only_ort += len(order) - len(keys[0])
+                head = [f"{side}: {run.info.path} ({run.info.backend})" for side, run in zip(("pt", "ort"), runs)]
+                lines = [f"step {step}, rank {rank}", *head, "", *_side_by_side(order, *layouts)]
+                folder = output / f"step_{step}"
+                folder.mkdir(exist_ok=True)
+                (folder / f"rank_{rank}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise StatisticsError(f"cannot write {output}: {error.strerror or error}") from error
     return MergeReport(
-        output_dir=str(output), steps=steps, ranks=ranks, records=len(states), only_pt=states.count("only pt"),
-        only_ort=states.count("only ort"), notes=[*a.notes, *b.notes, *notes_on_runs(a, b, steps)],
+        output_dir=str(output), steps=steps, ranks=ranks, records=records, only_pt=only_pt, only_ort=only_ort,
+        notes=[*a.notes, *b.notes, *notes_on_runs(a, b, steps)],
     )  # fmt: skip
-
-
-def _records(a: Layout, b: Layout) -> Iterator[list[Any]]:
-    """Yield the records of one step, without step and rank; an empty text where one run lacks the record."""
-    ordered = [[layout.keys[row] for row in layout.sequence.tolist()] for layout in (a, b)]
-    row_of = [{key: row for row, key in enumerate(layout.keys)} for layout in (a, b)]
-    for key in in_both_orders(*ordered):
-        rows = [of_run.get(key, -1) for of_run in row_of]
-        measured = [int(layout.measured[row]) if row >= 0 else -1 for layout, row in zip((a, b), rows)]
-        described = [_description(*side) for side in zip((a, b), rows, measured)]
-        error: Any = ""
-        if min(measured) >= 0 and described[0][0] == described[1][0]:
-            error = float(sketch_errors(a.table, b.table, *(np.array([row]) for row in measured))[0])
-        state = "both" if min(rows) >= 0 else f"only {SIDES[rows.index(max(rows))]}"
-        phase, module, occurrence, kind, slot, again = key
-        name = f"inspect.{slot}" if kind == "inspect" else tensor_name(kind, slot)
-        tensor = f"{name} ({again + 1})" if again else name
-        head = [Phase(phase).name.lower(), module, occurrence, tensor, state, error]
-        yield [*head, *(value for both in zip(*described) for value in both)]
-
-
-def _description(layout: Layout, row: int, measured: int) -> list[Any]:
-    """Return shape, dtype and statistics of a row; empty texts for what the run lacks."""
-    if row < 0:
-        return [""] * len(_DESCRIBED)
-    table = layout.table
-    numbers = [""] * len(COLUMNS) if measured < 0 else [getattr(table, name)[measured].item() for name in COLUMNS]
-    return [f"({', '.join(map(str, table.shape[row]))})", table.dtype[row], *numbers]
 
 
 def in_both_orders(a: Sequence[Key], b: Sequence[Key]) -> Iterator[Key]:
@@ -134,12 +99,28 @@ def in_both_orders(a: Sequence[Key], b: Sequence[Key]) -> Iterator[Key]:
         yield from after.get(key, ())
 
 
-def _text_lines(records: Sequence[Sequence[Any]]) -> list[str]:
-    """Return the lines of a text: each record has one line for each run."""
-    lines: list[list[str]] = [["phase", "module", "tensor", "error", "", *_DESCRIBED]]
-    for _, _, phase, module, occurrence, tensor, _, error, *described in records:
-        names = [phase, module_name(module, occurrence), tensor, error if error == "" else f"{error:.2e}"]
-        for number, side in enumerate(SIDES):
-            values = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in described[number::2]]
-            lines.append([*(names if number == 0 else [""] * 4), side, *values])
-    return text_tables.aligned(lines, right=range(len(lines[0]) - len(COLUMNS), len(lines[0])))
+def _side_by_side(order: Sequence[Key], a: Layout, b: Layout) -> list[str]:
+    """Return a table with two lines for each record, one for each run."""
+    row_of_a, row_of_b = ({key: row for row, key in enumerate(layout.keys)} for layout in (a, b))
+    lines = [_HEAD]
+    for key in order:
+        phase, module, occurrence, kind, slot, again = key
+        name = f"inspect.{slot}" if kind == "inspect" else tensor_name(kind, slot)
+        row_a, row_b = row_of_a.get(key, -1), row_of_b.get(key, -1)
+        error = ""
+        if min(row_a, row_b) >= 0 and a.table.shape[row_a] == b.table.shape[row_b]:
+            measured = [np.array([layout.measured[row]]) for layout, row in ((a, row_a), (b, row_b))]
+            error = f"{sketch_errors(a.table, b.table, *measured)[0]:.2e}" if min(measured)[0] >= 0 else ""
+        names = [Phase(phase).name.lower(), module_name(module, occurrence), f"{name} ({again + 1})" if again else name]
+        lines.append([*names, error, "pt", *_description(a, row_a)])
+        lines.append(["", "", "", "", "ort", *_description(b, row_b)])
+    return text_tables.aligned(lines, right=range(len(_HEAD) - len(COLUMNS), len(_HEAD)))
+
+
+def _description(layout: Layout, row: int) -> list[str]:
+    """Return shape, dtype and statistics of a row; empty texts for what the run lacks."""
+    if row < 0:
+        return [""] * (2 + len(COLUMNS))
+    table, measured = layout.table, int(layout.measured[row])
+    numbers = [f"{getattr(table, name)[measured].item():.6g}" if measured >= 0 else "" for name in COLUMNS]
+    return [f"({', '.join(map(str, table.shape[row]))})", table.dtype[row], *numbers]

@@ -8,10 +8,9 @@ import numpy as np
 
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics.compare.rank_comparison import StepComparison
-from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.naming import number_list, tensor_name
 from ort_zero.statistics.reader import Run
-from ort_zero.statistics.records import Phase
+from ort_zero.statistics.records import Phase, Table
 from ort_zero.utils.text import shortened
 
 

@@ -15,8 +15,7 @@ from ort_zero.statistics.compare.distance import SAME, Distances, distances
 from ort_zero.statistics.compare.error_growth import ErrorGrowth, PreviousStep, error_growth, remember
 from ort_zero.statistics.compare.layout import Layout, layout_of, same_layout
 from ort_zero.statistics.compare.tolerance import EPSILON, REFERENCE, Conditions, Limits, floor_of, limits_of
-from ort_zero.statistics.file_format import Table
-from ort_zero.statistics.records import Phase
+from ort_zero.statistics.records import Phase, Table
 
 APART = 4 * EPSILON["float32"]
 """Minimum relative difference of parameters that differ; smaller differences come from summing sketches of ranks."""

@@ -19,8 +19,8 @@ from ort_zero.statistics.rows import COLUMNS
 from ort_zero.utils.atomic_write import write_text
 
 GENERATOR = "ort_zero statistics report"
-MAX_BYTES = 2_600_000
-"""Maximum size of the records in the file, in bytes; steps and ranks that do not fit are left out with a note."""
+MAX_BYTES = 200_000
+"""Maximum size of the records in the file, in bytes; other steps and ranks are left out with a note."""
 _NAMES = ("shape", "dtype", *COLUMNS)
 _TEMPLATES = Path(__file__).with_name("templates")
 _FACTS = {

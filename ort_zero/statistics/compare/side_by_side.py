@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ort_zero.statistics.compare.layout import check_references
-from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.reader import Run
+from ort_zero.statistics.records import Table
 from ort_zero.statistics.rows import COLUMNS, SKETCH_COLUMNS, WIDTH, merge
 from ort_zero.utils.progress import bar
 
@@ -29,10 +28,7 @@ def side_by_side(
 
 def _wanted_tables(run: Run, rank: int, steps: Sequence[int]) -> Iterator[Table]:
     wanted = set(steps) & set(run.info.steps)
-    for table in run.tables(rank):
-        if table.step in wanted:
-            check_references(table, f"{run.info.path}, rank {rank}")
-            yield table
+    return (table for table in run.tables(rank) if table.step in wanted)
 
 
 def _gathered(tables: list[Table]) -> list[Table]:
