@@ -13,20 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ort_zero.errors import ConfigError
 
 SECTION = "ort_zero"
-_IN_SECTION = "it stands in the section itself"
-_FOR_GRAPHS = "units need no such choice; remove the key"
-_REMOVED = {
-    "ortmodule.enabled": '"enabled": false is "backend": "torch" now',
-    **dict.fromkeys(("ortmodule.exclude", "ortmodule.fallback", "ortmodule.log_level"), _IN_SECTION),
-    "ortmodule.save_onnx": _IN_SECTION,
-    **dict.fromkeys(("ortmodule.split", "ortmodule.graph_cache_size", "ortmodule.drop_padding"), _FOR_GRAPHS),
-    **dict.fromkeys(("ortmodule.cache_dir", "ortmodule.cache_key", "ortmodule.ort_kernels"), _FOR_GRAPHS),
-    "ortmodule.fuse_loss": 'it belongs to the compile backend, as "compile": {"fuse_loss": ...}',
-    "memory_efficient_gradients": "gradients of a unit leave as soon as its backward ends; remove the key",
-    "memory.level": "the variable ORTMODULE_MEMORY_OPT_LEVEL of onnxruntime-training sets its level; remove the key",
-    "memory.checkpointing": "checkpointed blocks are computed again as in PyTorch; remove the key",
-}
-"""Keys that the section no longer has, by their dotted paths, and what to write in their place."""
 
 
 class _Strict(BaseModel):
@@ -266,9 +252,6 @@ def _explain_all(errors: list[Any]) -> list[str]:
     for error in errors:
         where = [str(part) for part in error["loc"]]
         if error["type"] == "extra_forbidden":
-            if (path := ".".join(where)) in _REMOVED:
-                lines.append(f"{SECTION}.{path}: there is no such key any more: {_REMOVED[path]}")
-                continue
             hint = _right_key(where, error["input"])
             lines.append(f"{SECTION}.{'.'.join(where)}: unknown key (value {error['input']!r}); {hint}")
             continue

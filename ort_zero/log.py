@@ -46,9 +46,7 @@ LEVELS = (
     Level("WARNING", logging.WARNING, False, "WARNING", 2),
     Level("ERROR", logging.ERROR, False, "ERROR", 3),
 )
-_ALIASES = {"VERBOSE": "DEBUG"}
 _BY_NAME = {level.name: level for level in LEVELS}
-_BY_NAME.update({alias: _BY_NAME[name] for alias, name in _ALIASES.items()})
 DEVINFO = _BY_NAME["DEVINFO"].number
 """Number of the level DEVINFO in Python's ``logging``, between DEBUG and INFO."""
 logging.addLevelName(DEVINFO, "DEVINFO")
@@ -102,8 +100,7 @@ def get_logger() -> logging.Logger:
 
 def level_names() -> tuple[str, ...]:
     """Return the level names that the section and ``ORT_ZERO_LOG_LEVEL`` accept, the most verbose level first."""
-    first, *rest = (level.name for level in LEVELS)
-    return (first, *_ALIASES, *rest)
+    return tuple(_BY_NAME)
 
 
 def chosen(name: str) -> Level:

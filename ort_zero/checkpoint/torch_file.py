@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from isal.isal_zlib import crc32
+
 from ort_zero.checkpoint.files.storage import CHUNK, Folder
 from ort_zero.checkpoint.records import File
 from ort_zero.checkpoint.restricted_pickle.rebuild import read_pickle
 from ort_zero.checkpoint.restricted_pickle.values import HostilePickleError, MalformedPickleError, StoredTensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
-from ort_zero.utils.crc32 import crc32
 
 if TYPE_CHECKING:
     import torch

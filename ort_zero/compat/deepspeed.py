@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -26,11 +25,6 @@ def require_fp32_reader(original: Any) -> None:
     defined_in(ZERO_TO_FP32)(original)
     if list(inspect.signature(original).parameters) != ["ds_checkpoint_dir", "exclude_frozen_parameters"]:
         raise PatchError(f"{READ_FP32_STATE} takes the unknown arguments {inspect.signature(original)}")
-
-
-def reads_stored_weights() -> bool:
-    """Return whether the callers of :data:`READ_FP32_STATE` accept weights that are still in files, as since 0.16."""
-    return hasattr(sys.modules[ZERO_TO_FP32], "to_torch_tensor")
 
 
 def require_file_finder(original: Any) -> None:

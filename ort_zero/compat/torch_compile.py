@@ -88,8 +88,7 @@ def compile_function(
     options = {name: value for name, value in wanted.items() if name in inspect.signature(torch.compile).parameters}
     if not options:
         # before torch 2.12 the limit is one for the whole process
-        name = "recompile_limit" if hasattr(dynamo_config, "recompile_limit") else "cache_size_limit"
-        setattr(dynamo_config, name, max(getattr(dynamo_config, name), RECOMPILE_LIMIT))
+        dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
     _leave_guards_untimed()
     optimize: Any = torch._dynamo.optimize(backend, guard_export_fn=guards_made, guard_fail_fn=guard_failed, **options)
     convert = optimize.callback

@@ -7,37 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import importlib.util
 import os
 import shlex
 import shutil
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ort_zero import env, log
 from ort_zero.compat import deepspeed_programs
 from ort_zero.utils.patching import Patch, defined_in
-from ort_zero.utils.trusted_folder import reason_not_to_trust
 
-_MIN_FREE = 64 << 20
-"""Bytes that must be free in the folder for a compiler's temporary files."""
 _SILENT_SECONDS = 10.0
 """Seconds of waiting for a lock after which a message says what for; the next messages come a minute apart."""
-_COMPILERS = frozenset(("c++", "cc1plus", "cicc", "clang++", "g++", "ld", "ninja", "nvcc"))
 
 
 def prepare() -> None:
     """Give torch a writable folder for extensions, and the program ninja of this environment.
 
     torch compiles into the home folder and finds ninja on ``PATH``. A home may be read-only or missing. An interpreter
-    that is called by its path has ninja beside it, but not on ``PATH``. Settings of the user stay, except a ``TMPDIR``
-    on a full disk, where no compiler can work.
+    that is called by its path has ninja beside it, but not on ``PATH``. Settings of the user stay.
     """
     if not os.environ.get("TORCH_EXTENSIONS_DIR"):
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -46,46 +38,6 @@ def prepare() -> None:
     beside = os.path.dirname(sys.executable)
     if shutil.which("ninja") is None and shutil.which("ninja", path=beside) is not None:
         os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), beside))
-    _avoid_full_disk()
-    _link_libraries_without_spaces()
-
-
-def _avoid_full_disk() -> None:
-    """Set another folder for the temporary files of compilers if the disk of the usual one is full.
-
-    Python skips a folder that is not writable; compilers that torch starts do not.
-    """
-    usual = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
-    other = env.cache_dir() / "temporary"
-    with contextlib.suppress(OSError):
-        if shutil.disk_usage(usual).free >= _MIN_FREE:
-            return
-    with contextlib.suppress(OSError):
-        other.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if shutil.disk_usage(other).free >= _MIN_FREE:
-            os.environ["TMPDIR"] = str(other)
-
-
-def _link_libraries_without_spaces() -> None:
-    """Give torch a symbolic link to its own libraries if their path has a space, since torch does not quote it."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return
-    libraries = Path(spec.origin).parent / "lib"
-    if not any(map(str.isspace, str(libraries))):
-        return
-    name = "torch-" + hashlib.sha256(os.fsencode(libraries)).hexdigest()[:12]
-    link = next((p for p in (env.cache_dir() / name, Path("/tmp") / f"ort_zero-{os.geteuid()}" / name)
-                 if not any(map(str.isspace, str(p)))), None)  # fmt: skip
-    if link is None:
-        return
-    from torch.utils import cpp_extension
-
-    link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):  # made by another rank, or in an earlier run
-        link.symlink_to(libraries)
-    if reason_not_to_trust(link) is None and link.resolve() == libraries.resolve():
-        cpp_extension.TORCH_LIB_PATH = str(link)
 
 
 def unheld_locks() -> list[Path]:
@@ -99,34 +51,19 @@ def unheld_locks() -> list[Path]:
 def _holder(lock: Path) -> str | None:
     """Return the process that has a lock open, as ``"process 71 (python3)"``; None if no visible process has."""
     path = os.path.realpath(lock)
-    for process in _processes():
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process has ended, or is another user's
             if any(os.readlink(each.path) == path for each in os.scandir(process / "fd")):
                 return f"process {process.name} ({(process / 'comm').read_text().strip()})"
     return None
 
 
-def _running_compilers() -> list[str]:
-    """Return the names of the compilers that run on this machine, in their order."""
-    names = set()
-    for process in _processes():
-        with contextlib.suppress(OSError):
-            names.add((process / "comm").read_text().strip())
-    return sorted(names & _COMPILERS)
-
-
-def _processes() -> Iterator[Path]:
-    """Yield the folder of each visible process."""
-    return (each for each in Path("/proc").glob("[0-9]*"))
-
-
 def _words_of_wait(path: str) -> str:
-    """Return what a process waits for: the lock, since when it is there, who holds it, and whether a compiler runs."""
+    """Return what a process waits for: the lock, since when it is there, and who holds it."""
     lock = Path(path)
     with contextlib.suppress(OSError):
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lock.stat().st_mtime))
-        compilers = ", ".join(_running_compilers()) or "none"
-        text = f"waiting for {path}, there since {since}; compilers that run here: {compilers}"
+        text = f"waiting for {path}, there since {since}"
         if holder := _holder(lock):
             return f"{text}; {holder} holds the file"
         text += "; no process of this machine holds the file. If no other machine compiles there, a build was killed"

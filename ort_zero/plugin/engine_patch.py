@@ -18,7 +18,7 @@ from ort_zero.distributed.missing_ranks import note_this_rank, remember_ranks
 from ort_zero.errors import CheckpointError, ConfigError
 from ort_zero.plugin import compile_progress, metrics, profiled_script, statistics, summary
 from ort_zero.utils.patching import Patch, defined_in
-from ort_zero.zero3_hooks import backend_context
+from ort_zero.zero3_hooks import patches as zero3_patches
 
 
 def _engine_init(original):
@@ -40,7 +40,7 @@ def _engine_init(original):
         patch_gathers()
         engine = section.engine()
         if engine == "torch":
-            with backend_context.with_section():
+            with zero3_patches.with_section():
                 original(self, *args, **kwargs)
             measures.connect(self, section.cpu_memory)
             _note(self)
@@ -54,7 +54,7 @@ def _engine_init(original):
             profiled_script.without_fallback(section),
             ds_config.get("zero_optimization") or {},
         )
-        with backend_context.with_section():
+        with zero3_patches.with_section():
             original(*bound.args, **bound.kwargs)
         measures.connect(self, section.cpu_memory)
         from ort_zero.units import installation  # needs ONNX Runtime

@@ -24,8 +24,7 @@ def _read_fp32_state(original):
 
         if not zero_to_fp32.is_ours(ds_checkpoint_dir):
             return original(ds_checkpoint_dir, exclude_frozen_parameters)
-        weights = zero_to_fp32.stored_weights(find_source(ds_checkpoint_dir), exclude_frozen_parameters)
-        return weights if ds_compat.reads_stored_weights() else zero_to_fp32.read_all(weights)
+        return zero_to_fp32.stored_weights(find_source(ds_checkpoint_dir), exclude_frozen_parameters)
 
     return read
 

@@ -13,7 +13,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from ort_zero.errors import PatchError
 
@@ -37,57 +37,34 @@ class Patch:
     """Whether the target may be missing: `build` then gets None, no guard is called, and `restore` removes it."""
 
 
-class _Target(Protocol):
-    """A name in an object (the holder) that can be read, set and removed."""
-
-    def resolved(self) -> Any:
-        """Return the raw object (descriptors unbound) under the name, inherited or not, or `_MISSING`."""
-
-    def stored(self) -> Any:
-        """Return the raw object under the name in the holder itself, not inherited, or `_MISSING`."""
-
-    def set(self, value: Any) -> None:
-        """Store `value` under the name in the holder."""
-
-    def remove(self) -> None:
-        """Remove the name from the holder."""
-
-
 @dataclass(frozen=True, slots=True)
-class _Attribute:
+class _Target:
+    """An attribute of a module or class, or an item of a dict."""
+
     holder: Any
     name: str
-
-    def resolved(self) -> Any:
-        owners = self.holder.__mro__ if isinstance(self.holder, type) else (self.holder,)
-        return next((vars(owner)[self.name] for owner in owners if self.name in vars(owner)), _MISSING)
+    is_item: bool
 
     def stored(self) -> Any:
-        return vars(self.holder).get(self.name, _MISSING)
-
-    def set(self, value: Any) -> None:
-        setattr(self.holder, self.name, value)
-
-    def remove(self) -> None:
-        delattr(self.holder, self.name)
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    table: dict
-    key: str
+        """Return the raw object (descriptors unbound) in the holder itself, not inherited, or `_MISSING`."""
+        return (self.holder if self.is_item else vars(self.holder)).get(self.name, _MISSING)
 
     def resolved(self) -> Any:
-        return self.stored()
-
-    def stored(self) -> Any:
-        return self.table.get(self.key, _MISSING)
+        """Return the raw object under the name, inherited or not, or `_MISSING`."""
+        owners = self.holder.__mro__ if isinstance(self.holder, type) else ()
+        return next((vars(owner)[self.name] for owner in owners if self.name in vars(owner)), self.stored())
 
     def set(self, value: Any) -> None:
-        self.table[self.key] = value
-
-    def remove(self) -> None:
-        del self.table[self.key]
+        """Store `value` under the name, or remove the name for `_MISSING`."""
+        if self.is_item:
+            if value is _MISSING:
+                del self.holder[self.name]
+            else:
+                self.holder[self.name] = value
+        elif value is _MISSING:
+            delattr(self.holder, self.name)
+        else:
+            setattr(self.holder, self.name, value)
 
 
 @dataclass(slots=True)
@@ -115,7 +92,7 @@ def _absent(target: str) -> PatchError:
     return PatchError(f"cannot patch {target}: {target.partition(':')[2]} does not exist in the installed version")
 
 
-def _target_of(target: str) -> _Attribute | _Item:
+def _target_of(target: str) -> _Target:
     module_name, _, path = target.partition(":")
     try:
         holder: Any = importlib.import_module(module_name)
@@ -128,7 +105,7 @@ def _target_of(target: str) -> _Attribute | _Item:
             holder = getattr(holder, name)
         except AttributeError:
             raise PatchError(f"cannot patch {target}: {module_name} has no {name}") from None
-    return _Item(holder, key.removesuffix("]")) if bracket else _Attribute(holder, last)
+    return _Target(holder, key.removesuffix("]") if bracket else last, is_item=bool(bracket))
 
 
 def _unwrap_static(raw: Any) -> Any:
@@ -208,7 +185,7 @@ def _apply_one(patch: Patch) -> _Applied:
         if patch.guard is not None:
             patch.guard(original)
     replacement = patch.build(original)
-    if isinstance(target, _Attribute) and not isinstance(replacement, ModuleType):
+    if not target.is_item and not isinstance(replacement, ModuleType):
         for name, value in ((MARKER, patch.target), ("__wrapped__", original)):
             try:
                 setattr(replacement, name, value)
@@ -220,10 +197,7 @@ def _apply_one(patch: Patch) -> _Applied:
 
 def _put_back(applied: Iterable[_Applied]) -> None:
     for item in reversed(list(applied)):
-        if item.original is _MISSING:
-            item.target.remove()
-        else:
-            item.target.set(item.original)
+        item.target.set(item.original)
 
 
 def _describe(obj: Any) -> str:

@@ -12,7 +12,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -22,12 +23,8 @@ from ort_zero.errors import ConfigError
 R = TypeVar("R")
 GRACE_SECONDS = 60.0
 """Time in seconds in which a script may end by itself after its steps are done."""
-
-
 _LAST_LINES = 20
 """Number of last lines that are shown of the output of a failed script."""
-
-
 _WITHOUT_LAUNCHER = "No module named 'mpi4py'"
 """Where no launcher has set its variables, DeepSpeed asks MPI for ranks."""
 
@@ -100,14 +97,13 @@ def run_script(command: Sequence[str], log: Path, environment: Mapping[str, str]
         is_done: asked twice a second; a script that continues after that is ended after :data:`GRACE_SECONDS`.
     """
     # nothing else differs from a start by the user: another PATH would make DeepSpeed compile its operators again
-    with open(log, "wb") as output, _Signals() as signals:
-        # an interrupt that is raised in Popen would leave a running script without an owner
+    variables = {**os.environ, **environment, "PYTHONUNBUFFERED": "1"}
+    with open(log, "wb") as output, _ended_by_sigterm():
         process = subprocess.Popen(
-            command, env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"}, stdin=subprocess.DEVNULL,
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
         )  # fmt: skip
         try:
-            signals.deliver()
             return _wait(process, is_done)
         finally:
             _end(process)
@@ -177,49 +173,25 @@ def run_first_step(command: Sequence[str], variable: str, request: Mapping[str, 
     return run_with_request(command, variable, write_request, read_reports, bool)
 
 
-class _Signals:
-    """A block in which SIGINT and SIGTERM raise, from the call of :meth:`deliver` on; earlier signals wait for it.
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM raise SystemExit in the block, as SIGINT raises KeyboardInterrupt: the script is to end, too.
 
-    Without this, a script in its separate session would live on. Does nothing outside the main thread, since only the
-    main thread may set handlers. Ignored signals stay ignored.
+    Does nothing outside the main thread, since only the main thread may set handlers. An ignored signal stays ignored.
     """
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.getsignal(signal.SIGTERM) in (signal.SIG_IGN, None):
+        yield
+        return
 
-    def __init__(self) -> None:
-        self._previous: dict[int, Any] = {}
-        self._delivers = False
-        self._pending: int | None = None
-
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *unused: Any) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def deliver(self) -> None:
-        """Raise a pending signal, and raise later signals at once.
-
-        Raises:
-            KeyboardInterrupt: the pending signal is SIGINT.
-            SystemExit: the pending signal is SIGTERM.
-        """
-        self._delivers = True
-        if self._pending is not None:
-            self._raise(self._pending)
-
-    def _handle(self, number: int, frame: Any) -> None:
-        self._pending = number
-        if self._delivers:
-            self._raise(number)
-
-    def _raise(self, number: int) -> None:
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
+    def end(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wait(process: subprocess.Popen, is_done: Callable[[], bool]) -> int:

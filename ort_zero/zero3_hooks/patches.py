@@ -1,21 +1,35 @@
 """Define the patches by which ort_zero sets up ZeRO-3's hooks, for a :class:`~ort_zero.utils.patching.PatchSet`.
 
-A DeepSpeedZeRoOffload (`offload`) notes whether it was set up for a section, see :mod:`.backend_context`. TRL and
-``deepspeed.runtime.zero.unwrap_model_for_generation`` register the hooks again later: then in the same way.
+DeepSpeed sets hooks up deep inside ``deepspeed.initialize``: a context variable, not an argument, tells whether the
+engine has an enabled section. Without one DeepSpeed's own code runs unchanged. A DeepSpeedZeRoOffload (`offload`) notes
+the answer. TRL and ``deepspeed.runtime.zero.unwrap_model_for_generation`` register the hooks again later: then in the
+same way.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from ort_zero.compat import deepspeed_hooks, deepspeed_units
 from ort_zero.utils.patching import Patch, defined_in
-from ort_zero.zero3_hooks import backend_context
 
 _HAS_SECTION = "_ort_zero_has_section"
 _SUBSCRIBER = "_ort_zero_subscriber"
+_in_section: ContextVar[bool] = ContextVar("ort_zero_in_section", default=False)
+
+
+@contextmanager
+def with_section() -> Iterator[None]:
+    """Set up ZeRO-3 hooks through the subscriber of ort_zero within the ``with`` block."""
+    token = _in_section.set(True)
+    try:
+        yield
+    finally:
+        _in_section.reset(token)
 
 
 def has_section(offload: Any) -> bool:
@@ -36,7 +50,7 @@ def _subscriber(offload: Any) -> Any:
 def _build_setup(original: Callable) -> Callable:
     def setup_zero_stage3_hooks(self: Any) -> None:
         """Register the ZeRO-3 hooks of a module: DeepSpeed's, or with an ``"ort_zero"`` section the subscriber's."""
-        setattr(self, _HAS_SECTION, backend_context.has_section())
+        setattr(self, _HAS_SECTION, _in_section.get())
         if not has_section(self):
             original(self)
             return

@@ -1,4 +1,4 @@
-"""Run DeepSpeed's own ZeRO-3 hook functions through a subscriber, for models in PyTorch.
+"""Run DeepSpeed's own ZeRO-3 hook functions around each module.
 
 DeepSpeed makes two autograd Functions for each module, classes local to a closure that all have the same qualified
 name. Here two Functions serve all modules: one acts before and one after a backward. An argument names the module.
@@ -6,7 +6,7 @@ name. Here two Functions serve all modules: one acts before and one after a back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +14,6 @@ import torch
 from ort_zero.compat import deepspeed_hooks, deepspeed_units
 from ort_zero.distributed.lone_failures import ended_unless_shared
 from ort_zero.utils.tree_map import map_attributes
-from ort_zero.zero3_hooks.hook_manager import SubscriberManager
-from ort_zero.zero3_hooks.subscriber_base import ModuleSubscriber
 
 
 class BackwardAction:
@@ -99,7 +97,7 @@ class _ActionsHandle:
         self._actions = []
 
 
-class ZeROOffloadSubscriber(ModuleSubscriber):
+class ZeROOffloadSubscriber:
     """The subscriber that gathers and releases the parameters of one ``DeepSpeedZeRoOffload`` around each module."""
 
     def __init__(self, offload: Any):
@@ -112,17 +110,44 @@ class ZeROOffloadSubscriber(ModuleSubscriber):
         self.hooks = deepspeed_hooks.rebind(offload)
         self._actions: list[tuple[torch.nn.Module, str, BackwardAction]] = []
 
-    def register(self, module: torch.nn.Module) -> None:
-        """Register the hooks on `module` and below, and pass their handles to the offload, which removes them."""
+    def register(self, root: torch.nn.Module) -> None:
+        """Register the hooks on `root` and below, and pass their handles to the offload, which removes them.
+
+        A module that is reachable on two paths gets its hooks twice, as in DeepSpeed.
+        """
         self._actions = []
-        handles = SubscriberManager([self]).register(module)
-        deepspeed_hooks.hand_over(self.offload, handles.module, [*handles.tensor, _ActionsHandle(self._actions)])
+        module_handles: list[Any] = []
+        tensor_handles: list[Any] = []
+        self._register(root, module_handles, tensor_handles)
+        deepspeed_hooks.hand_over(self.offload, module_handles, [*tensor_handles, _ActionsHandle(self._actions)])
 
-    def children(self, module: torch.nn.Module) -> Iterable[torch.nn.Module]:
-        """Return the children, none for a leaf module of DeepSpeed."""
-        return () if deepspeed_hooks.is_leaf(module) else module.children()
+    def _register(self, module: torch.nn.Module, module_handles: list[Any], tensor_handles: list[Any]) -> None:
+        """Register the hooks in DeepSpeed's order: children before their parent, and none inside of a leaf module."""
+        if not deepspeed_hooks.is_leaf(module):
+            for child in module.children():
+                self._register(child, module_handles, tensor_handles)
+        self._store_actions(module)
 
-    def prepare(self, module: torch.nn.Module) -> None:
+        # Functions, not bound methods: deepcopy of a hooked module would copy a bound method's subscriber with its
+        # process groups and streams, but it does not copy functions.
+        def before_module(module: torch.nn.Module, args: tuple) -> Any:
+            return self._gather(module, args)
+
+        def after_module(module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
+            return self._release(module, args, outputs)
+
+        def after_tensors(module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
+            return self._pass_outputs(module, args, outputs)
+
+        def before_tensors(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+            return self._pass_inputs(module, args, kwargs)
+
+        module_handles.append(module.register_forward_pre_hook(before_module))
+        module_handles.append(module.register_forward_hook(after_module))
+        tensor_handles.append(module.register_forward_hook(after_tensors))
+        tensor_handles.append(module.register_forward_pre_hook(before_tensors, with_kwargs=True))
+
+    def _store_actions(self, module: torch.nn.Module) -> None:
         """Store the two actions of `module`, in place of the actions of an earlier registration."""
         gather = self.hooks.run_before_backward
 
@@ -138,18 +163,18 @@ class ZeROOffloadSubscriber(ModuleSubscriber):
             setattr(module, name, action)
             self._actions.append((module, name, action))
 
-    def pre_forward_module_apply(self, module: torch.nn.Module, args: tuple) -> Any:
+    def _gather(self, module: torch.nn.Module, args: tuple) -> Any:
         """Gather the parameters of `module` before its forward."""
         with ended_unless_shared():
             return self.hooks.pre_forward(module, args)
 
-    def post_forward_module_apply(self, module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
+    def _release(self, module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
         """Release the parameters of `module` after its forward."""
         # DeepSpeed looks for parameters among outputs, and cannot look into objects with slots
         can_be_read = isinstance(outputs, (torch.Tensor, list, tuple, dict)) or hasattr(outputs, "__dict__")
         return self.hooks.post_forward(module, args, outputs if can_be_read else None)
 
-    def pre_forward_tensors(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    def _pass_inputs(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         """Pass each input through :class:`AfterBackward`, a named one only for units.
 
         DeepSpeed leaves out inputs that are given by name. The modules inside of a unit, which release their weights
@@ -161,7 +186,7 @@ class ZeROOffloadSubscriber(ModuleSubscriber):
         args, named = self.hooks.post_backward(module, (args, named))
         return args, {**kwargs, **named}
 
-    def post_forward_tensors(self, module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
+    def _pass_outputs(self, module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
         """Pass each output through :class:`BeforeBackward`, for units also those in attributes of objects.
 
         DeepSpeed looks into tuples, lists and dicts. The modules inside of a unit, which gather their own weights in

@@ -14,9 +14,8 @@ from ort_zero.compat import deepspeed_hooks  # noqa: E402
 from ort_zero.errors import PatchError  # noqa: E402
 from ort_zero.plugin import lifecycle  # noqa: E402
 from ort_zero.utils.patching import MARKER, PatchSet, resolve  # noqa: E402
-from ort_zero.zero3_hooks import backend_context  # noqa: E402
 from ort_zero.zero3_hooks import patches as hook_patches  # noqa: E402
-from ort_zero.zero3_hooks.patches import has_section  # noqa: E402
+from ort_zero.zero3_hooks.patches import has_section, with_section  # noqa: E402
 from ort_zero.zero3_hooks.subscriber import AfterBackward, BackwardAction, BeforeBackward  # noqa: E402
 
 Offload = parameter_offload.DeepSpeedZeRoOffload
@@ -176,7 +175,7 @@ def build(patches, use, leaf=False):
     if patches is not None:
         patches.apply()
     try:
-        with backend_context.with_section() if use else contextlib.nullcontext():
+        with with_section() if use else contextlib.nullcontext():
             offload.setup_zero_stage3_hooks()
     finally:
         if patches is not None:
@@ -212,7 +211,7 @@ def test_same_calls_in_same_order_as_deepspeed(use, leaf):
 
 
 def test_one_autograd_class_for_each_side(patched):
-    with backend_context.with_section():
+    with with_section():
         offload = Calls(net())
         offload.setup_zero_stage3_hooks()
     for module in offload.module.modules():
@@ -221,7 +220,7 @@ def test_one_autograd_class_for_each_side(patched):
 
 
 def test_removal_leaves_nothing_and_registration_comes_back_the_same_way(patched):
-    with backend_context.with_section():
+    with with_section():
         offload = Calls(net())
         offload.setup_zero_stage3_hooks()
     full = hooks_on(offload.module)
@@ -240,7 +239,7 @@ def test_removal_leaves_nothing_and_registration_comes_back_the_same_way(patched
 
 def test_a_second_offload_on_the_same_modules_gets_its_own_backward(patched):
     model = net()
-    with backend_context.with_section():
+    with with_section():
         first = Calls(model)
         first.setup_zero_stage3_hooks()
         first.destroy()
@@ -252,7 +251,7 @@ def test_a_second_offload_on_the_same_modules_gets_its_own_backward(patched):
 
 
 def test_a_hooked_module_can_be_deep_copied_without_its_offload(patched):
-    with backend_context.with_section():
+    with with_section():
         offload = Calls(net())
         offload.unpicklable = (i for i in ())  # as process groups and streams are
         offload.setup_zero_stage3_hooks()

@@ -80,8 +80,7 @@ def _train(scenario, ours):
     from deepspeed.runtime.zero import unwrap_model_for_generation
 
     from ort_zero.utils.patching import PatchSet
-    from ort_zero.zero3_hooks import backend_context
-    from ort_zero.zero3_hooks.patches import PATCHES, has_section
+    from ort_zero.zero3_hooks.patches import PATCHES, has_section, with_section
     from ort_zero.zero3_hooks.subscriber import BeforeBackward
 
     mlp, Reused = _models()
@@ -94,7 +93,7 @@ def _train(scenario, ours):
     if ours:
         patches.apply()
     try:
-        with backend_context.with_section() if ours else contextlib.nullcontext():
+        with with_section() if ours else contextlib.nullcontext():
             engine, *_ = deepspeed.initialize(model=model, config=_config(scenario))
         offload = engine.optimizer.parameter_offload
         assert has_section(offload) == ours

@@ -67,23 +67,6 @@ def test_unknown_key_without_a_near_one_lists_the_valid_keys():
 
 
 @pytest.mark.parametrize(
-    ("section", "path", "way_out"),
-    [
-        ({"ortmodule": {"enabled": False}}, "ort_zero.ortmodule.enabled", '"backend": "torch"'),
-        ({"ortmodule": {"exclude": ["a"]}}, "ort_zero.ortmodule.exclude", "in the section itself"),
-        ({"ortmodule": {"cache_dir": None}}, "ort_zero.ortmodule.cache_dir", "remove the key"),
-        ({"memory_efficient_gradients": True}, "ort_zero.memory_efficient_gradients", "remove the key"),
-        ({"memory": {"recompute": "all", "level": 1}}, "ort_zero.memory.level", "ORTMODULE_MEMORY_OPT_LEVEL"),
-        ({"memory": {"checkpointing": "recompute"}}, "ort_zero.memory.checkpointing", "remove the key"),
-    ],
-)
-def test_keys_of_the_frozen_engine_are_refused_with_the_way_out(section, path, way_out):
-    with pytest.raises(ConfigError, match="there is no such key any more") as error:
-        config.parse(section)
-    assert path in str(error.value) and way_out in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("section", "path", "value"),
     [
         ({"enabled": "yes"}, "ort_zero.enabled", "'yes'"),

@@ -8,7 +8,6 @@ import torch
 from ort_zero.compat import deepspeed_hook_shapes, deepspeed_hooks, versions
 from ort_zero.errors import PatchError
 from ort_zero.utils.tree_map import map_slots
-from ort_zero.zero3_hooks import backend_context
 
 KNOWN = """
 def _register_deepspeed_module(self, module, count=[0]):
@@ -122,18 +121,7 @@ def test_another_shape_is_refused_by_symbol_and_version(changes, symbol):
     assert "\n" not in message
 
 
-def test_an_era_with_other_hooks_is_refused():
-    def _register_deepspeed_module(self, module, count=[0]):  # as in DeepSpeed 0.12
-        def _end_of_forward_hook(module, *args):
-            self.get_param_coordinator()
-
-        module.register_forward_hook(_end_of_forward_hook)
-
-    with pytest.raises(PatchError, match="_pre_forward_module_hook.*_end_of_forward_hook"):
-        deepspeed_hooks.probe(_register_deepspeed_module)
-
-
-def test_setup_of_another_shape_is_refused():
+def test_another_setup_and_another_era_are_refused():
     def setup_zero_stage3_hooks(self):
         def _middle_of_forward_hook(module, *args):
             self.get_param_coordinator()
@@ -141,23 +129,18 @@ def test_setup_of_another_shape_is_refused():
         self.hierarchy = 0
         self.module.register_forward_hook(_middle_of_forward_hook)
 
+    def _register_deepspeed_module(self, module, count=[0]):  # as in DeepSpeed 0.12
+        def _end_of_forward_hook(module, *args):
+            self.get_param_coordinator()
+
+        module.register_forward_hook(_end_of_forward_hook)
+
     with pytest.raises(PatchError, match="_start_of_forward_hook"):
         deepspeed_hooks.probe_setup(setup_zero_stage3_hooks)
-
-
-def test_something_that_is_no_function_is_refused():
+    with pytest.raises(PatchError, match="_pre_forward_module_hook.*_end_of_forward_hook"):
+        deepspeed_hooks.probe(_register_deepspeed_module)
     with pytest.raises(PatchError, match="no Python function"):
         deepspeed_hooks.probe(len)
-
-
-def test_a_section_holds_within_its_block_only():
-    assert not backend_context.has_section()
-    with backend_context.with_section():
-        assert backend_context.has_section()
-        with backend_context.with_section():
-            pass
-        assert backend_context.has_section()
-    assert not backend_context.has_section()
 
 
 def test_map_slots_keeps_containers_and_replaces_tensors():

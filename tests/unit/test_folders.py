@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -73,21 +72,6 @@ def test_torch_compiles_where_it_did_and_a_choice_of_the_users_stays(home, monke
     assert os.environ["TORCH_EXTENSIONS_DIR"] == "/mine"
 
 
-def test_compilers_get_another_folder_for_temporary_files_where_that_disk_is_full(home, monkeypatch, tmp_path):
-    small, free = tmp_path / "small", {}
-    monkeypatch.setattr(os, "environ", {**os.environ, "TMPDIR": str(small)})
-    usage = lambda path: SimpleNamespace(free=free.get(Path(path), 1 << 30))  # noqa: E731
-    monkeypatch.setattr(torch_extensions.shutil, "disk_usage", usage)
-    torch_extensions.prepare()
-    assert os.environ["TMPDIR"] == str(small)
-    free |= {small: 65536, env.cache_dir() / "temporary": 65536}
-    torch_extensions.prepare()
-    assert os.environ["TMPDIR"] == str(small), "that disk is full too"
-    del free[env.cache_dir() / "temporary"]
-    torch_extensions.prepare()
-    assert os.environ["TMPDIR"] == str(home / ".cache/ort_zero/temporary") and Path(os.environ["TMPDIR"]).is_dir()
-
-
 def test_the_ninja_beside_the_interpreter_is_found_behind_all_others(home, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "environ", {**os.environ, "PATH": str(tmp_path)})
     monkeypatch.setattr(torch_extensions.sys, "executable", str(tmp_path / "bin/python"))
@@ -98,17 +82,3 @@ def test_the_ninja_beside_the_interpreter_is_found_behind_all_others(home, monke
     (tmp_path / "bin/ninja").chmod(0o755)
     torch_extensions.prepare()
     assert os.environ["PATH"] == f"{tmp_path}{os.pathsep}{tmp_path / 'bin'}"
-
-
-def test_torch_links_through_a_link_where_its_own_path_has_a_space(home, monkeypatch, tmp_path):
-    from torch.utils import cpp_extension
-
-    package = tmp_path / "two words" / "torch"
-    (package / "lib").mkdir(parents=True)
-    spec = SimpleNamespace(origin=str(package / "__init__.py"))
-    monkeypatch.setattr(torch_extensions.importlib.util, "find_spec", lambda name: spec)
-    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(package / "lib"))
-    for _ in range(2):
-        torch_extensions.prepare()
-        assert " " not in cpp_extension.TORCH_LIB_PATH
-        assert Path(cpp_extension.TORCH_LIB_PATH).resolve() == package / "lib"

@@ -45,7 +45,6 @@ class Engine:
     ("name", "number", "all_ranks", "backend"),
     [
         ("DEBUG", 10, True, 0),
-        ("VERBOSE", 10, True, 0),
         ("DEVINFO", 15, True, 1),
         ("INFO", 20, False, 2),
         ("WARNING", 30, False, 2),
@@ -56,10 +55,6 @@ def test_a_level_sets_all_sinks(name, number, all_ranks, backend):
     level = log.chosen(name)
     assert (level.number, level.all_ranks, level.backend) == (number, all_ranks, backend)
     assert log.chosen(name.lower()) is level
-
-
-def test_devinfo_lies_between_debug_and_info():
-    assert logging.getLevelName(15) == "DEVINFO" and logging.DEBUG < 15 < logging.INFO
 
 
 def test_the_variable_wins_over_the_section(monkeypatch, plain_logger):
@@ -73,7 +68,7 @@ def test_the_variable_wins_over_the_section(monkeypatch, plain_logger):
 def test_an_unknown_level_is_refused_with_the_names(monkeypatch, wrong):
     with pytest.raises(ConfigError) as caught:
         config.parse({"log_level": wrong})
-    names = "DEBUG, VERBOSE, DEVINFO, INFO, WARNING, ERROR"
+    names = "DEBUG, DEVINFO, INFO, WARNING, ERROR"
     assert str(caught.value) == f"ort_zero.log_level: must be one of {names}, got {wrong!r}"
     monkeypatch.setenv(log.VARIABLE, wrong)
     with pytest.raises(ConfigError) as caught:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import ModuleType
 
 import pytest
 
 from ort_zero.errors import PatchError
-from ort_zero.utils.patching import MARKER, Patch, PatchSet, defined_in, replaced, resolve
+from ort_zero.utils.patching import MARKER, Patch, PatchSet, defined_in, replaced
 
 NAME = "ort_zero_test_victim"
 SOURCE = """
@@ -75,50 +76,43 @@ def test_apply_replaces_and_restore_brings_the_same_objects_back(victim):
     assert not wanted.active and wanted.targets() == ()
 
 
-def test_replacement_carries_marker_and_original(victim):
-    original = victim.function
-    patches("function").apply()
-    assert getattr(victim.function, MARKER) == f"{NAME}:function"
-    assert victim.function.__wrapped__ is original
-
-
-def test_second_apply_and_second_restore_do_nothing(victim):
-    before = state(victim)
+def test_a_second_apply_and_a_second_restore_do_nothing(victim):
+    before, original = state(victim), victim.function
     wanted = patches("function")
     wanted.apply()
     once = victim.function
+    assert getattr(once, MARKER) == f"{NAME}:function" and once.__wrapped__ is original
     wanted.apply()
     assert victim.function is once
+    with pytest.raises(PatchError, match="already"):
+        patches("function").apply()
     wanted.restore()
     wanted.restore()
     assert same(state(victim), before)
 
 
-@pytest.mark.parametrize("bad", ["nowhere", "Victim.nowhere", "Nobody.method"])
-def test_a_missing_target_leaves_everything_as_it_was(victim, bad):
-    before = state(victim)
-    wanted = patches(*TARGETS, bad)
-    with pytest.raises(PatchError, match="cannot patch"):
+def broken(original):
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "match"),
+    [
+        (dict(target=f"{NAME}:nowhere"), PatchError, "cannot patch"),
+        (dict(target=f"{NAME}:Victim.nowhere"), PatchError, "cannot patch"),
+        (dict(target=f"{NAME}:Nobody.method"), PatchError, "cannot patch"),
+        (dict(target=f"{NAME}:TABLE[missing]"), PatchError, "does not exist"),
+        (dict(target="no_such_module_at_all:x"), PatchError, "cannot patch no_such_module_at_all:x"),
+        (dict(target=f"{NAME}:function", build=broken), ZeroDivisionError, ""),
+    ],
+)
+def test_a_patch_that_fails_leaves_everything_as_it_was(victim, bad, error, match):
+    before, table = state(victim), dict(victim.TABLE)
+    good = [Patch(target=f"{NAME}:{name}", build=loud, why="test") for name in (*TARGETS[:4], "TABLE[old]")]
+    wanted = PatchSet("test", (*good, Patch(**{"build": loud, "why": "test", **bad})))
+    with pytest.raises(error, match=match):
         wanted.apply()
-    assert same(state(victim), before) and not wanted.active
-
-
-def test_a_missing_module_is_a_patch_error():
-    with pytest.raises(PatchError, match="cannot patch no_such_module_at_all:x"):
-        resolve("no_such_module_at_all:x")
-
-
-def test_a_failing_build_leaves_everything_as_it_was(victim):
-    before = state(victim)
-
-    def broken(original):
-        raise ZeroDivisionError
-
-    ok = Patch(target=f"{NAME}:Victim.static", build=loud, why="test")
-    wanted = PatchSet("test", (ok, Patch(target=f"{NAME}:function", build=broken, why="test")))
-    with pytest.raises(ZeroDivisionError):
-        wanted.apply()
-    assert same(state(victim), before)
+    assert same(state(victim), before) and victim.TABLE == table and not wanted.active
 
 
 def test_restore_refuses_when_a_stranger_patched_later_and_changes_nothing(victim):
@@ -129,12 +123,6 @@ def test_restore_refuses_when_a_stranger_patched_later_and_changes_nothing(victi
     with pytest.raises(PatchError, match=f"{NAME}:function was replaced by builtins.len"):
         wanted.restore()
     assert wanted.active and vars(victim.Victim)["method"] is ours and victim.function is len
-
-
-def test_two_sets_do_not_patch_the_same_target(victim):
-    patches("function").apply()
-    with pytest.raises(PatchError, match="already"):
-        patches("function").apply()
 
 
 def test_guard_defined_in_accepts_home_and_refuses_strangers(victim):
@@ -150,8 +138,6 @@ def test_guard_defined_in_accepts_home_and_refuses_strangers(victim):
 
 
 def test_guard_sees_through_functools_wraps(victim):
-    import functools
-
     victim.function = functools.wraps(victim.function)(loud(victim.function))
     assert victim.function.__module__ == NAME
     with pytest.raises(PatchError, match="already patched"):
@@ -182,28 +168,11 @@ def test_a_new_attribute_is_removed_again(victim):
     assert same(state(victim), before)
 
 
-def test_what_becomes_an_item_carries_no_marks(victim):
-    def shared():
-        return None
-
-    entry = Patch(target=f"{NAME}:TABLE[old]", build=lambda _: shared, why="test")
-    PatchSet("test", (entry,)).apply()
-    assert victim.TABLE["old"] is shared and vars(shared) == {}
-
-
-def test_a_module_in_place_of_an_attribute_carries_no_marks(victim):
-    replacement = ModuleType("replacement")
+@pytest.mark.parametrize(("target", "replacement"), [("TABLE[old]", lambda: None), ("function", ModuleType("other"))])
+def test_items_and_modules_carry_no_marks(victim, target, replacement):
     before = dict(vars(replacement))
-    PatchSet("test", (Patch(target=f"{NAME}:function", build=lambda _: replacement, why="test"),)).apply()
-    assert victim.function is replacement and vars(replacement) == before
-
-
-@pytest.mark.parametrize("target", ["TABLE[missing]", "new_name"])
-def test_a_target_that_must_exist_is_not_added(victim, target):
-    before, table = state(victim), dict(victim.TABLE)
-    with pytest.raises(PatchError, match="does not exist"):
-        entries("TABLE[old]", target).apply()
-    assert same(state(victim), before) and victim.TABLE == table
+    PatchSet("test", (Patch(target=f"{NAME}:{target}", build=lambda _: replacement, why="test"),)).apply()
+    assert replacement in (victim.TABLE["old"], victim.function) and vars(replacement) == before
 
 
 def test_an_item_that_a_stranger_replaced_later_is_not_brought_back(victim):

@@ -6,11 +6,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from isal.isal_zlib import crc32, crc32_combine
+
 from ort_zero.checkpoint.files.storage import CHUNK, Folder
 from ort_zero.checkpoint.records import File
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CorruptCheckpointError
-from ort_zero.utils.crc32 import crc32, crc32_combine
 
 
 class Part(NamedTuple):
