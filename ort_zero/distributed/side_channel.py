@@ -16,10 +16,8 @@ from ort_zero.compat.torch_distributed import default_store, default_timeout
 from ort_zero.distributed.raise_on_all_ranks import PeerGroup
 from ort_zero.utils.open_files import allow_open_files
 
-_FIRST = 1024
-"""Bytes of the first message, which holds the length and most values; a second message carries longer rests."""
 _LENGTH = 8
-"""Bytes of the length field in a message."""
+"""Bytes of the message with the length of a rank's data."""
 
 
 class SideChannel:
@@ -42,14 +40,7 @@ class SideChannel:
             RuntimeError: a rank is gone.
         """
         data = pickle.dumps(value)
-        room = _FIRST - _LENGTH
-        firsts = self._all_gather(len(data).to_bytes(_LENGTH, "little") + data[:room], _FIRST)
-        lengths = [int.from_bytes(first[:_LENGTH], "little") for first in firsts]
-        parts = [first[_LENGTH:] for first in firsts]
-        longest = max(lengths)
-        if longest > room:
-            rests = self._all_gather(data[room:], longest - room)
-            parts = [part + rest for part, rest in zip(parts, rests)]
+        parts = self._all_gather(data, max(self._lengths(data)))
         return [pickle.loads(part) for part in parts]  # ignores the padding after the pickle
 
     def gather_to_first(self, data: bytes) -> list[bytes]:
@@ -58,15 +49,18 @@ class SideChannel:
         Raises:
             RuntimeError: a rank is gone.
         """
-        lengths = [
-            int.from_bytes(one, "little") for one in self._all_gather(len(data).to_bytes(_LENGTH, "little"), _LENGTH)
-        ]
+        lengths = self._lengths(data)
         mine = _tensor_of(data, max(lengths))
         everyone = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == 0 else []
         options = dist.GatherOptions()
         options.rootRank = 0
         self._group.gather([everyone] if everyone else [], [mine], options).wait()
         return [one.numpy()[:length].tobytes() for one, length in zip(everyone, lengths)]
+
+    def _lengths(self, data: bytes) -> list[int]:
+        """Return the number of bytes that each rank has."""
+        mine = len(data).to_bytes(_LENGTH, "little")
+        return [int.from_bytes(one, "little") for one in self._all_gather(mine, _LENGTH)]
 
     def _all_gather(self, data: bytes, size: int) -> list[bytes]:
         """Return the bytes of every rank, padded with zeros to `size` bytes."""

@@ -21,7 +21,7 @@ from torch import nn
 from ort_zero.cli import main as cli
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics.collect.writer import StatisticsWriter
-from ort_zero.statistics.compare.align import _longest_increasing, pair
+from ort_zero.statistics.compare.align import pair
 from ort_zero.statistics.compare.compare_runs import compare, compare_runs
 from ort_zero.statistics.compare.comparison import KINDS
 from ort_zero.statistics.compare.layout import layout_of
@@ -231,23 +231,6 @@ def test_integers_must_be_equal():
     verdict = compare_runs(*(train(lambda: Shifted(by), batch) for by in (0, -1))).verdict
     assert (verdict.module, verdict.difference.tensor, verdict.difference.module) == ("", "input", "words")
     assert verdict.direction == "forward" and verdict.difference.error < 1e-6
-
-
-def test_longest_increasing():
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        values = rng.permutation(8).tolist()
-        places = _longest_increasing(values)
-        chosen = [values[place] for place in places]
-        assert chosen == sorted(chosen) and places == sorted(places)
-        best = max(bin(mask).count("1") for mask in range(256) if _increases(values, mask))
-        assert len(chosen) == best
-    assert _longest_increasing([]) == []
-
-
-def _increases(values: list[int], mask: int) -> bool:
-    chosen = [value for place, value in enumerate(values) if mask >> place & 1]
-    return chosen == sorted(chosen)
 
 
 def test_equal_names_are_told_apart():

@@ -110,7 +110,7 @@ def test_a_patch_that_fails_leaves_everything_as_it_was(victim, bad, error, matc
     before, table = state(victim), dict(victim.TABLE)
     good = [Patch(target=f"{NAME}:{name}", build=loud, why="test") for name in (*TARGETS[:4], "TABLE[old]")]
     wanted = PatchSet("test", (*good, Patch(**{"build": loud, "why": "test", **bad})))
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=match or None):
         wanted.apply()
     assert same(state(victim), before) and victim.TABLE == table and not wanted.active
 

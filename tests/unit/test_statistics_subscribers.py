@@ -11,8 +11,6 @@ from torch import nn
 from ort_zero.errors import StatisticsError
 from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber, SubscriberBase, inspect_activation
 from ort_zero.statistics.reader import open_run
-from ort_zero.zero3_hooks.hook_manager import SubscriberManager
-from ort_zero.zero3_hooks.subscriber_base import ModuleSubscriber
 
 
 class Scaled(nn.Module):
@@ -147,34 +145,6 @@ def test_only_actions_on_gradients_need_gradients(name):
     subscriber, _ = recorder([name])
     assert subscriber.acts_on_gradients() == (name in ("gradient_tensor_apply", "gradient_slot_apply"))
     assert not SubscriberBase().acts_on_gradients()
-
-
-def test_the_two_base_classes_promise_different_actions():
-    assert not issubclass(SubscriberBase, ModuleSubscriber) and not issubclass(ModuleSubscriber, SubscriberBase)
-    assert not {"children", "prepare", "pre_forward_tensors", "post_forward_tensors"} & set(dir(SubscriberBase))
-
-
-def test_every_action_of_a_module_subscriber_is_called():
-    names = [name for name in vars(ModuleSubscriber) if not name.startswith("_")]
-    calls = []
-
-    def recording(name):
-        def action(self, *args):
-            inspect.signature(getattr(ModuleSubscriber, name)).bind(self, *args)
-            calls.append((name, args[0]))
-            return getattr(ModuleSubscriber, name)(self, *args)
-
-        return action
-
-    subscriber = type("Recorder", (ModuleSubscriber,), {name: recording(name) for name in names})()
-    model = nn.Sequential(nn.Linear(2, 2))
-    SubscriberManager([subscriber]).register(model)
-    assert calls == [("children", model), ("children", model[0]), ("prepare", model[0]), ("prepare", model)]
-    calls.clear()
-    model(torch.ones(1, 2))
-    around = ["pre_forward_module_apply", "pre_forward_tensors", "post_forward_module_apply", "post_forward_tensors"]
-    assert [name for name, module in calls if module is model[0]] == around
-    assert [name for name, module in calls if module is model] == around
 
 
 @pytest.mark.parametrize(("start_step", "end_step"), [(3, 3), (4, 3), (0, 0), (-1, 2)])

@@ -122,25 +122,21 @@ def test_a_row_becomes_statistics():
     assert type(found.elements) is int and type(found.mean) is float
 
 
-def test_nothing_has_no_mean():
-    found = measure(torch.empty(0, 3))
-    assert (found.elements, found.abs_mean, found.l2, found.first) == (0, 0, 0, ())
-    assert all(math.isnan(value) for value in (found.min, found.max, found.mean, found.std))
+def test_edges():
+    nothing = measure(torch.empty(0, 3))
+    assert (nothing.elements, nothing.abs_mean, nothing.l2, nothing.first) == (0, 0, 0, ())
+    assert all(math.isnan(value) for value in (nothing.min, nothing.max, nothing.mean, nothing.std))
+    scalar = measure(torch.tensor(-2.5))
+    assert (scalar.elements, scalar.min, scalar.std, scalar.first) == (1, -2.5, 0, (-2.5,))
+    zeros = measure(torch.tensor([-0.0, 0.0, 1.0]))
+    assert (zeros.negative, zeros.zero, zeros.positive) == (0, 2, 1)
+    large = measure(torch.tensor([-(2**63), 2**63 - 1, 2**53, 5]))
+    assert (large.min, large.max, large.first) == (-(2.0**63), 2.0**63, (-(2.0**63), 2.0**63, 2.0**53, 5.0))
 
 
-def test_no_dimensions():
-    found = measure(torch.tensor(-2.5))
-    assert (found.elements, found.min, found.std, found.first) == (1, -2.5, 0, (-2.5,))
-
-
-def test_std_is_not_that_of_sums():
-    assert measure(1 + normal(10_000)).std == pytest.approx(1, abs=0.03)
-
-
-@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("centre", (1e4, -1e6))
-def test_std_far_from_zero(centre, seed):
-    values = centre + normal(50_000, seed=seed)
+def test_std_far_from_zero(centre):
+    values = centre + normal(50_000)
     assert measure(values).std == pytest.approx(values.double().std(correction=0).item(), rel=1e-6)
 
 
@@ -197,17 +193,6 @@ def test_only_nan_or_inf(value, size):
     row = measure_raw(values)
     assert math.isnan(row[layout.MIN]) and row[layout.NAN] + row[layout.INF] == size
     assert_close(row, numpy_row(values))
-
-
-def test_negative_zero_is_zero():
-    found = measure(torch.tensor([-0.0, 0.0, 1.0]))
-    assert (found.negative, found.zero, found.positive) == (0, 2, 1)
-
-
-def test_large_integers():
-    values = torch.tensor([-(2**63), 2**63 - 1, 2**53, 5])
-    found = measure(values)
-    assert (found.min, found.max, found.first) == (-(2.0**63), 2.0**63, (-(2.0**63), 2.0**63, 2.0**53, 5.0))
 
 
 VIEWS = {
@@ -390,13 +375,6 @@ def test_merged_shards_are_the_whole(cuts, dtype):
     assert statistics_of(merged).elements == 30_000
 
 
-def test_merging_nothing_is_nothing():
-    nothing = measure_raw(torch.empty(0))
-    np.testing.assert_array_equal(merge(np.stack([nothing, nothing])), nothing)
-    something = measure_raw(normal(5))
-    np.testing.assert_allclose(merge(np.stack([nothing, something, nothing])), something, rtol=1e-14)
-
-
 def test_rows_of_many_tensors_merge_at_once():
     sizes = [(3, 50, 0), (0, 0, 7), (0, 0, 0), (5000, 2, 2)]
     rows = np.array([[measure_raw(with_holes(normal(size))) for size in part] for part in zip(*sizes)])
@@ -438,14 +416,11 @@ def test_a_sample_is_in_the_order_of_the_elements():
         assert torch.equal(shard[0], again[0]) and shard[1] == again[1]
 
 
-def test_a_sample_meets_all_columns():
+def test_a_sample_meets_all_columns_and_a_small_tensor_is_its_own():
     values = torch.arange(768.0).expand(2048, 768).contiguous()
     assert len(sampled(values)[0].unique()) == 768
-
-
-def test_a_small_tensor_is_its_own_sample():
-    values = normal(4096)
-    assert sampled(values, offset=5, total=4096) == (values, 5)
+    small = normal(4096)
+    assert sampled(small, offset=5, total=4096) == (small, 5)
 
 
 def test_gradients_are_left_alone():
@@ -465,7 +440,7 @@ def test_the_same_values_give_the_same_bits():
     assert row.tobytes() == measure_raw(copied).tobytes() == measure_raw(values.clone(), 4096).tobytes()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_distances_of_sketches_estimate_those_of_tensors(seed):
     a = normal(256, 192, seed=seed)
     b = a + 1e-3 * normal(256, 192, seed=seed + 100)
@@ -529,13 +504,3 @@ def test_works_without_a_place_for_machine_code(tmp_path):
 def test_importing_does_not_import_numba():
     code = "import sys, ort_zero.statistics.collect.tensor_statistics; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_a_missing_numba_is_one_line_with_the_way_out():
-    code = (
-        "import sys, torch; sys.modules['numba'] = None\n"
-        "from ort_zero.statistics.collect.tensor_statistics import measure_into; measure_into([0] * 84, torch.zeros(1))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.endswith("StatisticsError: numba is not installed: pip install 'ort-zero[statistics]'")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,27 +126,7 @@ def inverse(rows: np.ndarray, length: int) -> np.ndarray:
 
 
 def _reordered(b: Layout, row_a: np.ndarray, row_b: np.ndarray, phases: np.ndarray) -> np.ndarray:
+    """Return the pairs of the forward phase that come after a later one of the first run in the second run."""
     forward = np.flatnonzero(phases[row_a] == Phase.FORWARD)
     orders = b.table.order[row_b[forward]]
-    if (np.diff(orders) > 0).all():
-        return np.zeros(0, np.int64)
-    in_order = set(_longest_increasing(orders.tolist()))
-    return forward[[index for index in range(len(forward)) if index not in in_order]]
-
-
-def _longest_increasing(values: Sequence[int]) -> list[int]:
-    """Return the indices of a longest increasing subsequence (patience sorting: Fredman 1975)."""
-    tails: list[int] = []
-    ends: list[int] = []
-    before = [-1] * len(values)
-    for index, value in enumerate(values):
-        pile = bisect_left(tails, value)
-        before[index] = ends[pile - 1] if pile else -1
-        tails[pile : pile + 1] = [value]
-        ends[pile : pile + 1] = [index]
-    chain = []
-    index = ends[-1] if ends else -1
-    while index >= 0:
-        chain.append(index)
-        index = before[index]
-    return chain[::-1]
+    return forward[orders < np.maximum.accumulate(orders)] if len(orders) else forward
