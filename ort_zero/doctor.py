@@ -22,7 +22,6 @@ from ort_zero.backends import loading
 from ort_zero.compat import deepspeed_programs, torch_extensions, versions
 from ort_zero.cpu_memory import measures
 from ort_zero.masking import masked
-from ort_zero.utils.cpu_count import usable_cores
 from ort_zero.utils.sizes import binary_size
 
 _ASK_PROVIDERS = "import onnxruntime; print('providers', *onnxruntime.get_available_providers())"
@@ -146,7 +145,7 @@ def examine() -> Report:
         extensions_built=examination.built,
         extensions_dir=examination.directory,
         providers=providers,
-        cores=usable_cores(),
+        cores=env.usable_cores(),
         threads_per_rank=env.threads_per_rank(),
         entry_point=entry_point,
         ort_zero=__version__,

@@ -22,8 +22,6 @@ import socket
 import tempfile
 from pathlib import Path
 
-from ort_zero.utils.cpu_count import usable_cores
-
 MEMORY_TRIAL = "ORT_ZERO_MEMORY_TRIAL"
 PROFILE = "ORT_ZERO_PROFILE"
 EXPLAIN = "ORT_ZERO_EXPLAIN"
@@ -125,6 +123,14 @@ def rank_and_host() -> str:
 def speaks_for_host() -> bool:
     """Return True on one rank of each host, for messages that all its ranks would repeat."""
     return (os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or "0") == "0"
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on, at least 1."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS has no such function
+        return os.cpu_count() or 1
 
 
 def threads_per_rank() -> int:

@@ -11,8 +11,9 @@ from ort_zero import config, env
 from ort_zero.backends import loading
 from ort_zero.compat import deepspeed_collectives
 from ort_zero.profiling import exchange
-from ort_zero.profiling.recorder import Recorder, in_range
+from ort_zero.profiling.recorder import Recorder
 from ort_zero.utils import named_ranges
+from ort_zero.utils.named_ranges import named_range
 
 
 @functools.cache
@@ -74,7 +75,7 @@ def measure_engine(engine: Any, runtime: Any = None) -> None:
     for name, method in (
         (named_ranges.FORWARD, "forward"), (named_ranges.BACKWARD, "backward"), (named_ranges.OPTIMIZER, "step")
     ):  # fmt: skip
-        setattr(engine, method, in_range(name, getattr(engine, method)))
+        setattr(engine, method, named_range(name)(getattr(engine, method)))
 
 
 def measure_model(runtime: Any) -> None:
@@ -92,7 +93,7 @@ def measure_model(runtime: Any) -> None:
     runtime.module.register_forward_pre_hook(
         lambda called, args: active.call(called, called.training and torch.is_grad_enabled())
     )
-    runtime.call = in_range(named_ranges.FORWARD, runtime.call)
+    runtime.call = named_range(named_ranges.FORWARD)(runtime.call)
 
 
 @functools.cache
@@ -103,4 +104,4 @@ def _name_collectives() -> None:
         (named_ranges.REDUCE, deepspeed_collectives.reduces()),
     ):
         for holder, name in functions:
-            setattr(holder, name, in_range(kind, vars(holder)[name]))
+            setattr(holder, name, named_range(kind)(vars(holder)[name]))

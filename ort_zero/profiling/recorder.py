@@ -6,7 +6,6 @@ steps then runs under torch's and ONNX Runtime's profilers, and the same number 
 
 from __future__ import annotations
 
-import functools
 import statistics
 import tempfile
 import time
@@ -53,7 +52,7 @@ class Recorder:
             folder = Path(request.report).parent
             folder = folder if folder.is_dir() else Path(tempfile.mkdtemp())
             self._nodes = node_profiles(str(folder / f"session-{env.rank()}"))
-        torch.autograd.backward = in_range(named_ranges.BACKWARD, torch.autograd.backward)
+        torch.autograd.backward = named_range(named_ranges.BACKWARD)(torch.autograd.backward)
 
     def note_model(self, name: str) -> None:
         """Report the class name of the first model that can be measured."""
@@ -136,14 +135,3 @@ class Recorder:
         faster = sorted(range(len(steps)), key=lambda i: steps[i].seconds)[: (len(steps) + 1) // 2]
         nodes = [NodeRun(*node) for node in self._nodes.nodes(faster)] if self._nodes is not None else []
         self._result.parts = divide([steps[i] for i in faster], nodes)
-
-
-def in_range(name: str, function: Callable) -> Callable:
-    """Return the function with its calls recorded as ranges of a name."""
-
-    @functools.wraps(function)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        with named_range(name):
-            return function(*args, **kwargs)
-
-    return recorded

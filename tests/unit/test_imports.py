@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "masking": set(),
     "errors": {"masking"},
     "utils": {"errors"},
-    "env": {"utils"},
+    "env": set(),
     "log": {"env", "errors"},
     # versions of other packages; ranks
     "compat": {"env", "errors", "log", "utils"},
@@ -71,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint.pieces": {"checkpoint.files", "checkpoint.records"},
     "checkpoint.restricted_pickle": {"checkpoint.files"},
     "checkpoint.torch_file": {"checkpoint.files", "checkpoint.records", "checkpoint.restricted_pickle", "compat",
-                              "errors", "utils"},
+                              "errors"},
     "checkpoint.restored_values": {"checkpoint.restricted_pickle"},
     "checkpoint.format": {"checkpoint.files", "checkpoint.pieces", "checkpoint.records", "errors", "utils"},
     "checkpoint.reads": {"checkpoint.files", "checkpoint.format", "checkpoint.pieces",

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ort_zero.utils import atomic_write, cpu_count, tables
+from ort_zero import env
+from ort_zero.utils import atomic_write, tables
 from ort_zero.utils.sizes import binary_size, decimal_size, parse_size, size_in
 from ort_zero.utils.text import shortened
 
@@ -60,10 +61,10 @@ def test_the_first_names_and_how_many_more():
 
 def test_the_cores_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5, 7}, raising=False)
-    assert cpu_count.usable_cores() == 3
+    assert env.usable_cores() == 3
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert cpu_count.usable_cores() == 1
+    assert env.usable_cores() == 1
 
 
 def test_files_of_bytes_text_and_json(tmp_path):
