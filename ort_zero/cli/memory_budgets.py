@@ -51,7 +51,7 @@ def run_plans(
         except ValueError as error:
             raise ConfigError(f"--budget: {error}") from None
     command = script_process.command_line(script, arguments, launcher)
-    done = script_process.run_first_step(command, env.MEMORY_TRIAL, {"budgets": budgets or _BUDGETS})
+    done = script_process.run_with_request(command, env.MEMORY_TRIAL, {"budgets": budgets or _BUDGETS})
     if not done.reports:
         why = f"it ended with status {done.status}" if done.status else "no model of it ended a step with units"
         raise ScriptError(f"{script} has no plan: {why}", done.tail if done.status else ())

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ort_zero import env
 from ort_zero.errors import ProfileError
@@ -23,9 +24,7 @@ from ort_zero.profiling.exchange import (
     STARTED,
     TIMING,
     TORCH,
-    ProfileRequest,
     RankProfile,
-    read_reports,
 )
 from ort_zero.profiling.trace import NAMES
 from ort_zero.utils.output_files import write_output_file
@@ -87,19 +86,18 @@ def profile(task: ProfileTask, tell: Callable[[int, int, str], None] = lambda do
 def _run(task: ProfileTask, backend: str, traces: str | None, progress: Callable[[str], None]) -> list[RankProfile]:
     """Run the script in one backend, and return the profiles of its ranks."""
 
-    def ask(request: Path, report: str) -> None:
-        ProfileRequest(backend, task.warmup, task.steps, report, traces).write(request)
-
-    def is_done(ranks: Sequence[RankProfile]) -> bool:
-        if ranks:
-            progress(ranks[0].state)
-        return any(rank.state == DONE for rank in ranks)
+    def is_done(reports: Sequence[dict[str, Any]]) -> bool:
+        if reports:
+            progress(reports[0]["state"])
+        return any(report["state"] == DONE for report in reports)
 
     command = command_line(task.script, task.arguments, task.launcher)
-    run = run_with_request(command, env.PROFILE, ask, read_reports, is_done)
-    finished = [rank for rank in run.reports if rank.state == DONE]
+    request = {"backend": backend, "warmup": task.warmup, "steps": task.steps, "traces": traces}
+    run = run_with_request(command, env.PROFILE, request, is_done)
+    ranks = list(map(RankProfile.of, run.reports))
+    finished = [rank for rank in ranks if rank.state == DONE]
     if not finished or finished[0].rank != 0:
-        raise ProfiledScriptError(f"in {NAMES[backend]}: {_why(task, run.status, run.reports)}", run.tail)
+        raise ProfiledScriptError(f"in {NAMES[backend]}: {_why(task, run.status, ranks)}", run.tail)
     return finished
 
 

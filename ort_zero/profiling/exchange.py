@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,6 @@ class ProfileRequest:
     """Path of the report; rank n appends ``.n``."""
     traces: str | None = None
     """Folder for the trace of each rank, see :mod:`.trace`; None for no traces."""
-
-    def write(self, path: Path) -> None:
-        """Write the request file, whose path the script gets in an environment variable."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 @dataclass(slots=True)
@@ -69,6 +64,11 @@ class RankProfile:
     """Number of graphs that were built while steps were profiled."""
     error: str = ""
 
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> RankProfile:
+        """Return the report that :meth:`write` wrote as JSON."""
+        return cls(**{**content, "parts": [Part(**part) for part in content["parts"]]})
+
     def write(self, report: str) -> None:
         """Write this rank's report, and replace an earlier report."""
         self.rank = env.rank()
@@ -78,18 +78,6 @@ class RankProfile:
             if self.rank == 0:
                 raise
             # the folder does not exist on other machines; the ranks on the command's machine are enough
-
-
-def read_reports(report: str | Path) -> list[RankProfile]:
-    """Read the reports of the ranks on this machine, rank 0 first."""
-    path = Path(report)
-    profiles = []
-    for file in path.parent.glob(f"{path.name}.*"):
-        with suppress(OSError, ValueError, TypeError, KeyError):  # the rank was killed while it wrote the file
-            content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            parts = [Part(**part) for part in content.pop("parts")]
-            profiles.append(RankProfile(**content, parts=parts))
-    return sorted(profiles, key=lambda profile: profile.rank)
 
 
 def read_request(path: Path) -> ProfileRequest:

@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from ort_zero.errors import ConfigError
 
-R = TypeVar("R")
 GRACE_SECONDS = 60.0
 """Time in seconds in which a script may end by itself after its steps are done."""
 _LAST_LINES = 20
@@ -39,11 +38,6 @@ class ScriptFailure(Exception):
     def __init__(self, message: str, tail: Sequence[str] = ()):
         super().__init__(message)
         self.tail = list(tail)
-
-
-def last_lines(log: Path) -> list[str]:
-    """Return the last lines of a script's output file."""
-    return log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
 
 
 def split_launcher(launcher: str) -> tuple[str, ...]:
@@ -85,37 +79,13 @@ def _program_path(program: str) -> str | None:
     return str(beside) if beside.is_file() else shutil.which(program)
 
 
-def run_script(command: Sequence[str], log: Path, environment: Mapping[str, str], is_done: Callable[[], bool]) -> int:
-    """Run a command until it ends or its work is done; return its exit status, 0 if it is ended after its work.
-
-    No process of the command outlives the call.
-
-    Args:
-        command: the command line of the script.
-        log: file for the output.
-        environment: variables for the script in addition to those of this process.
-        is_done: asked twice a second; a script that continues after that is ended after :data:`GRACE_SECONDS`.
-    """
-    # nothing else differs from a start by the user: another PATH would make DeepSpeed compile its operators again
-    variables = {**os.environ, **environment, "PYTHONUNBUFFERED": "1"}
-    with open(log, "wb") as output, _ended_by_sigterm():
-        process = subprocess.Popen(
-            command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            return _wait(process, is_done)
-        finally:
-            _end(process)
-
-
 @dataclass(frozen=True, slots=True)
-class RequestedRun(Generic[R]):
+class RequestedRun:
     """The result of a script that was asked to measure something."""
 
     status: int
     """Exit status; also 0 if the script was ended after its work."""
-    reports: list[R]
+    reports: list[Any]
     """Reports of the ranks on this machine, rank 0 first."""
     tail: list[str]
     """The last lines that the script printed."""
@@ -124,53 +94,51 @@ class RequestedRun(Generic[R]):
 def run_with_request(
     command: Sequence[str],
     variable: str,
-    write_request: Callable[[Path, str], None],
-    read_reports: Callable[[Path], list[R]],
-    is_done: Callable[[list[R]], bool],
-) -> RequestedRun[R]:
-    """Run a command with a request in a file, until its ranks have written their reports.
+    request: Mapping[str, Any],
+    is_done: Callable[[list[Any]], bool] = bool,
+) -> RequestedRun:
+    """Run a command with a request in a file, until it ends or its ranks have written their reports, files of JSON.
+
+    No process of the command outlives the call.
 
     Args:
         command: the command line of the script.
         variable: name of the environment variable that names the request file.
-        write_request: writes the request file; takes its path and the path of the reports, to which rank n adds ``.n``.
-        read_reports: returns the reports that the ranks have written so far.
-        is_done: returns whether these reports are complete; asked twice a second.
+        request: what the file asks for; ``"report"`` is added, the path to which rank n adds ``.n``.
+        is_done: returns whether the reports so far are complete, by default whether there is one; asked twice a second.
+            A script that continues after that is ended after :data:`GRACE_SECONDS`.
 
     Raises:
         ConfigError: the script needs a launcher.
     """
     with tempfile.TemporaryDirectory(prefix="ort_zero-") as name:
         folder = Path(name)
-        request, report, log = folder / "request.json", folder / "report", folder / "log"
-        write_request(request, str(report))
-        status = run_script(command, log, {variable: str(request)}, lambda: is_done(read_reports(report)))
-        tail = last_lines(log)
+        (folder / "request.json").write_text(json.dumps({**request, "report": str(folder / "report")}))
+        # nothing else differs from a start by the user: another PATH would make DeepSpeed compile its operators again
+        variables = {**os.environ, variable: str(folder / "request.json"), "PYTHONUNBUFFERED": "1"}
+        log = folder / "log"
+        with open(log, "wb") as output, _ended_by_sigterm():
+            process = subprocess.Popen(
+                command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                status = _wait(process, lambda: is_done(_reports_in(folder)))
+            finally:
+                _end(process)
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
         if status and tail and _WITHOUT_LAUNCHER in tail[-1]:
             raise ConfigError(
                 "DeepSpeed found no launcher's variables in the script, and no mpi4py in their place: "
                 "--launcher 'deepspeed --num_gpus 2', with the launcher and the ranks of your training"
             )
-        return RequestedRun(status, read_reports(report), tail)
+        return RequestedRun(status, _reports_in(folder), tail)
 
 
-def run_first_step(command: Sequence[str], variable: str, request: Mapping[str, Any]) -> RequestedRun[Any]:
-    """Run a command until the ranks have written one JSON report each, at the end of the first step.
-
-    Args:
-        command: the command line of the script.
-        variable: name of the environment variable that names the request file.
-        request: what the file asks for; ``"report"`` is added, the path to which rank n adds ``.n``.
-    """
-
-    def write_request(path: Path, report: str) -> None:
-        path.write_text(json.dumps({**request, "report": report}), encoding="utf-8")
-
-    def read_reports(report: Path) -> list[Any]:
-        files = sorted(report.parent.glob(f"{report.name}.*"))
-        return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.suffix[1:].isdigit()]
-
-    return run_with_request(command, variable, write_request, read_reports, bool)
+def _reports_in(folder: Path) -> list[Any]:
+    """Return the reports that the ranks have written so far; a rank replaces its file at once."""
+    ranks = sorted(int(file.suffix[1:]) for file in folder.glob("report.*") if file.suffix[1:].isdigit())
+    return [json.loads((folder / f"report.{rank}").read_text(encoding="utf-8")) for rank in ranks]
 
 
 @contextmanager
