@@ -1,45 +1,35 @@
-"""Tables of real modules and made-up ones, in memory: what ``storage.open_run`` gives, without files."""
+"""Runs of real modules, collected as in a training and kept in memory, and tables of made-up rows."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 
-from ort_zero.statistics.records import Phase, RunInfo, Table
-from ort_zero.statistics.rows import FIRST, SKETCH
-
-NUMBERS = ("elements", "min", "max", "mean", "std", "abs_mean", "l2", "negative", "positive", "zero", "nan", "inf")
-INTEGERS = ("elements", "negative", "positive", "zero", "nan", "inf")
-_SIGNS = np.random.default_rng(0).choice([-1.0, 1.0], size=1 << 20)
+from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber
+from ort_zero.statistics.collect import subscriber as subscriber_module
+from ort_zero.statistics.collect.sampling import sampled
+from ort_zero.statistics.collect.tensor_statistics import measure_into
+from ort_zero.statistics.reader import open_run
+from ort_zero.statistics.records import RunInfo, Table
+from ort_zero.statistics.rows import COLUMNS, COUNTS, FIRST_COLUMNS, SKETCH_COLUMNS, WIDTH
 
 
 def measure(values: np.ndarray, offset: int = 0) -> dict:
     """Return the columns that one tensor's values become, or a part's that begins at `offset`."""
-    flat = np.asarray(values, dtype=np.float64).ravel()
-    finite = np.where(np.isfinite(flat), flat, 0.0)
-    good = flat[np.isfinite(flat)]
-    begin = offset % SKETCH
-    signed = np.zeros(-(-(begin + len(flat)) // SKETCH) * SKETCH)
-    signed[begin : begin + len(flat)] = finite * _SIGNS[offset : offset + len(flat)]
-    first = np.full(FIRST, np.nan)
-    first[: len(flat)] = flat[:FIRST]
-    return dict(
-        elements=len(flat), min=good.min(initial=np.inf), max=good.max(initial=-np.inf),
-        mean=good.mean() if len(good) else np.nan, std=good.std() if len(good) else np.nan,
-        abs_mean=np.abs(good).mean() if len(good) else 0.0, l2=float(np.sqrt((good**2).sum())),
-        negative=int((good < 0).sum()), positive=int((good > 0).sum()), zero=int((good == 0).sum()),
-        nan=int(np.isnan(flat).sum()), inf=int(np.isinf(flat).sum()),
-        first=first, sketch=signed.reshape(-1, SKETCH).sum(0),
-    )  # fmt: skip
-
-
-NOTHING = dict(measure(np.zeros(0)), sketch=np.full(SKETCH, np.nan))
+    row = np.empty(WIDTH)
+    measure_into(row, torch.from_numpy(np.ascontiguousarray(values, np.float64)), offset=offset)
+    return {**dict(zip(COLUMNS, row)), "first": row[FIRST_COLUMNS], "sketch": row[SKETCH_COLUMNS]}
 
 
 def table_of(step: int, rows: list[dict]) -> Table:
@@ -47,8 +37,8 @@ def table_of(step: int, rows: list[dict]) -> Table:
     columns: dict = {name: [row[name] for row in rows] for name in rows[0]}
     for name in ("order", "call", "caller", "occurrence", "source"):
         columns[name] = np.array(columns[name], dtype=np.int32)
-    for name in NUMBERS:
-        columns[name] = np.array(columns[name], dtype=np.int64 if name in INTEGERS else np.float64)
+    for name in COLUMNS:
+        columns[name] = np.array(columns[name], dtype=np.int64 if name in COUNTS else np.float64)
     columns["phase"] = np.array(columns["phase"], dtype=np.uint8)
     columns["partitioned"] = np.array(columns["partitioned"], dtype=bool)
     columns["first"], columns["sketch"] = np.array(columns["first"]), np.array(columns["sketch"])
@@ -87,101 +77,29 @@ class Run:
         return (self.steps[rank][step] for step in self.steps_of(rank))
 
 
-def tensors_in(value, slot: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor in nested containers with its slot."""
-    if isinstance(value, torch.Tensor):
-        yield slot, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{slot}.{key}")
-    elif isinstance(value, (tuple, list)):
-        for number, item in enumerate(value):
-            yield from tensors_in(item, f"{slot}[{number}]")
+class Collected:
+    """Statistics of one process that stands for several ranks, each with a replica of the model."""
 
+    def __init__(self, replicas: list[nn.Module], parameters: str = "full"):
+        self.folder, self.ranks = tempfile.mkdtemp(), len(replicas)
+        self.sessions = []
+        for rank, model in enumerate(replicas):
+            with self.as_rank(rank):
+                subscriber = StatisticsSubscriber(self.folder, parameters=parameters)
+                self.sessions.append(GlobalSubscriberManager.subscribe(model, [subscriber]))
 
-class Collector:
-    """Records what modules take and return, and the gradients there, of one rank."""
+    def as_rank(self, rank: int):
+        """Return a context in which this process is one of the ranks."""
+        return mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(self.ranks))
 
-    def __init__(self, model: nn.Module, sample: int = 0):
-        self.model, self.sample = model, sample
-        self.tables: dict[int, Table] = {}
-        self._hooks = []
-        for name, module in model.named_modules():
-            self._hooks.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(self._after(name), with_kwargs=True))
-
-    def begin(self, step: int) -> None:
-        """Start a step: parameters are recorded now."""
-        self.step, self.rows, self.gradients = step, [], {}
-        self.stack: list[int] = []
-        self.calls, self.times, self.seen, self.alive = 0, {}, {}, []
-        for order, (name, value) in enumerate(self.model.named_parameters()):
-            self._parameter(Phase.PARAMETER, order, name, value)
-
-    def end(self) -> None:
-        """Finish the step: gradients are there."""
-        forward = {row["order"]: row for row in self.rows if row["phase"] == Phase.FORWARD}
-        for order in sorted(self.gradients, reverse=True):
-            value = self.gradients[order]
-            self.rows.append({**forward[order], "phase": Phase.BACKWARD, **self._about(value), "source": -1})
-        for order, (name, value) in enumerate(self.model.named_parameters()):
-            if value.grad is not None:
-                self._parameter(Phase.PARAMETER_GRADIENT, order, name, value.grad)
-        self.tables[self.step] = table_of(self.step, self.rows)
-        self.alive = []
-
-    def _about(self, value: torch.Tensor) -> dict:
-        value = value.detach()
-        numbers = measure(value.to(torch.float64).numpy())
-        return {"shape": tuple(value.shape), "dtype": str(value.dtype).removeprefix("torch."), **numbers}
-
-    def _parameter(self, phase: Phase, order: int, name: str, value: torch.Tensor) -> None:
-        module, _, slot = name.rpartition(".")
-        about = self._about(value)
-        if self.sample and value.numel() > self.sample:
-            about.update(measure(value.detach().double().numpy().ravel()[:: value.numel() // self.sample]))
-        self.rows.append(
-            dict(phase=phase, order=order, call=-1, caller=-1, module=module, occurrence=1, kind="parameter",
-                 slot=slot, source=-1, partitioned=False, **about)
-        )  # fmt: skip
-
-    def _record(self, kind: str, name: str, call: int, caller: int, slot: str, value: torch.Tensor) -> None:
-        order = sum(row["phase"] == Phase.FORWARD for row in self.rows)
-        source = self.seen.get(id(value), -1)
-        about = self._about(value)
-        if source < 0:
-            self.seen[id(value)] = order
-            self.alive.append(value)
-            if value.requires_grad:
-                value.register_hook(lambda gradient: self.gradients.__setitem__(order, gradient.clone()))
-        else:
-            about.update(NOTHING)
-        self.rows.append(
-            dict(phase=Phase.FORWARD, order=order, call=call, caller=caller, module=name,
-                 occurrence=self.times[name], kind=kind, slot=slot, source=source, partitioned=False, **about)
-        )  # fmt: skip
-
-    def _before(self, name: str):
-        def hook(module, args, kwargs):
-            call, caller = self.calls, self.stack[-1] if self.stack else -1
-            self.calls += 1
-            self.stack.append(call)
-            self.times[name] = self.times.get(name, 0) + 1
-            given = list(args)
-            positional = tensors_in(given[0] if len(given) == 1 else given)
-            for slot, value in [*positional, *tensors_in(kwargs)]:
-                self._record("input", name, call, caller, slot, value)
-
-        return hook
-
-    def _after(self, name: str):
-        def hook(module, args, kwargs, output):
-            call = self.stack.pop()
-            caller = self.stack[-1] if self.stack else -1
-            for slot, value in tensors_in(output):
-                self._record("output", name, call, caller, slot, value)
-
-        return hook
+    def run(self, name: str) -> Run:
+        """End the collection, and return what was written."""
+        for session in self.sessions:
+            session.remove()
+        written = open_run(self.folder)
+        steps = {rank: {table.step: table for table in written.tables(rank)} for rank in written.ranks}
+        shutil.rmtree(self.folder)
+        return Run(name, steps)
 
 
 class Precise(torch.overrides.TorchFunctionMode):
@@ -226,39 +144,33 @@ def train(
         before: takes the model and the step that begins.
         name: of the run.
         parameters: collect them and their gradients.
-        sample: so many elements of each; 0: all.
+        sample: at most so many elements of each; 0: all.
     """
-    model = make()
-    if fault:
-        fault(model)
-    stepper = (optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-3)))(model.parameters())
-    collector = Collector(model, sample)
-    tables: dict[int, dict[int, Table]] = {rank: {} for rank in range(ranks)}
-    for step in range(steps):
-        if before:
-            before(model, step)
-        total: dict[str, torch.Tensor] = {}
-        for rank in range(ranks):
-            stepper.zero_grad()
-            collector.begin(step)
-            with Precise() if precise else contextlib.nullcontext():
-                result = model(**batch(step, rank))
-                (result if isinstance(result, torch.Tensor) else result["loss"]).backward()
-            collector.end()
-            table = collector.tables[step]
-            tables[rank][step] = table if parameters else without_parameters(table)
-            for key, value in model.named_parameters():
-                if value.grad is not None:
-                    total[key] = total.get(key, 0) + value.grad / ranks
-        for key, value in model.named_parameters():
-            value.grad = total.get(key)
-        stepper.step()
-    return Run(name, tables)
-
-
-def without_parameters(table: Table) -> Table:
-    """Return a table without parameters and their gradients."""
-    return take(table, [row for row, kind in enumerate(table.kind) if kind != "parameter"])
+    models = [make() for _ in range(ranks)]
+    for model in models:
+        if fault:
+            fault(model)
+    steppers = [(optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-3)))(model.parameters()) for model in models]
+    how = "off" if not parameters else "sample" if sample else "full"
+    of_sample = mock.patch.object(subscriber_module, "sampled", functools.partial(sampled, limit=sample or 4096))
+    with of_sample:
+        collected = Collected(models, how)
+        for step in range(steps):
+            for rank, (model, stepper) in enumerate(zip(models, steppers)):
+                stepper.zero_grad()
+                if before:
+                    before(model, step)
+                with collected.as_rank(rank), Precise() if precise else contextlib.nullcontext():
+                    result = model(**batch(step, rank))
+                    (result if isinstance(result, torch.Tensor) else result["loss"]).backward()
+            for replicas in zip(*(model.parameters() for model in models)):
+                if replicas[0].grad is not None:
+                    mean = torch.stack([each.grad for each in replicas]).mean(0)
+                    for each in replicas:
+                        each.grad = mean.clone()
+            for stepper in steppers:
+                stepper.step()
+        return collected.run(name)
 
 
 def take(table: Table, rows: list[int]) -> Table:
