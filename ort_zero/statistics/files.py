@@ -153,9 +153,9 @@ def locate_steps(path: Path) -> tuple[list[StepLocation], str]:
     try:
         with pa.OSFile(str(path)) as file:
             pa.ipc.read_schema(file)
+            begin = file.tell()
             steps = list(_steps_in(file, path))
-            end = sum(steps[-1][2:]) if steps else file.tell()
-            file.seek(end)
+            file.seek(steps[-1].offset + steps[-1].length if steps else begin)
             rest = file.read()
     except OSError as error:
         raise StatisticsError(f"cannot read {path}: {error.strerror or error}") from error
