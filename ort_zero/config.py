@@ -120,7 +120,7 @@ class Config(_Strict):
     exclude: list[str] = Field(default_factory=list)
     """Glob patterns of module paths that stay in PyTorch."""
     log_level: str = "INFO"
-    """DEBUG, VERBOSE, DEVINFO, INFO, WARNING or ERROR."""
+    """DEBUG, DEVINFO, INFO, WARNING or ERROR."""
     cpu_memory: bool = True
     """On CPUs: keep freed memory; under ZeRO gather and reduce in place, bound buckets, update Adam in pieces. Needs no
     ONNX Runtime, and serves every backend, "torch" too. False leaves this to DeepSpeed, torch and glibc."""

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     script_process.require_script(script, launcher)
 
     with script_progress("explaining", "script", args):
-        done = script_process.run_first_step(
+        done = script_process.run_with_request(
             script_process.command_line(script, args.arguments, launcher), env.EXPLAIN, {}
         )
         if not done.reports:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import importlib.util
 import os
 import shlex
 import shutil
@@ -20,6 +22,7 @@ from typing import Any
 from ort_zero import env, log
 from ort_zero.compat import deepspeed_programs
 from ort_zero.utils.patching import Patch, defined_in
+from ort_zero.utils.trusted_folder import reason_not_to_trust
 
 _SILENT_SECONDS = 10.0
 """Seconds of waiting for a lock after which a message says what for; the next messages come a minute apart."""
@@ -38,6 +41,29 @@ def prepare() -> None:
     beside = os.path.dirname(sys.executable)
     if shutil.which("ninja") is None and shutil.which("ninja", path=beside) is not None:
         os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), beside))
+    _link_libraries_without_spaces()
+
+
+def _link_libraries_without_spaces() -> None:
+    """Give torch a symbolic link to its own libraries if their path has a space, since torch does not quote it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return
+    libraries = Path(spec.origin).parent / "lib"
+    if not any(map(str.isspace, str(libraries))):
+        return
+    name = "torch-" + hashlib.sha256(os.fsencode(libraries)).hexdigest()[:12]
+    link = next((p for p in (env.cache_dir() / name, Path("/tmp") / f"ort_zero-{os.geteuid()}" / name)
+                 if not any(map(str.isspace, str(p)))), None)  # fmt: skip
+    if link is None:
+        return
+    from torch.utils import cpp_extension
+
+    link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # made by another rank, or in an earlier run
+        link.symlink_to(libraries)
+    if reason_not_to_trust(link) is None and link.resolve() == libraries.resolve():
+        cpp_extension.TORCH_LIB_PATH = str(link)
 
 
 def unheld_locks() -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,3 +83,17 @@ def test_the_ninja_beside_the_interpreter_is_found_behind_all_others(home, monke
     (tmp_path / "bin/ninja").chmod(0o755)
     torch_extensions.prepare()
     assert os.environ["PATH"] == f"{tmp_path}{os.pathsep}{tmp_path / 'bin'}"
+
+
+def test_torch_links_through_a_link_where_its_own_path_has_a_space(home, monkeypatch, tmp_path):
+    from torch.utils import cpp_extension
+
+    package = tmp_path / "two words" / "torch"
+    (package / "lib").mkdir(parents=True)
+    spec = SimpleNamespace(origin=str(package / "__init__.py"))
+    monkeypatch.setattr(torch_extensions.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(package / "lib"))
+    for _ in range(2):
+        torch_extensions.prepare()
+        assert " " not in cpp_extension.TORCH_LIB_PATH
+        assert Path(cpp_extension.TORCH_LIB_PATH).resolve() == package / "lib"
