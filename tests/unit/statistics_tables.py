@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -20,6 +21,8 @@ from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber
 from ort_zero.statistics.collect import subscriber as subscriber_module
 from ort_zero.statistics.collect.sampling import sampled
 from ort_zero.statistics.collect.tensor_statistics import measure_into
+from ort_zero.statistics.collect.writer import StatisticsWriter
+from ort_zero.statistics.files import DESCRIPTION
 from ort_zero.statistics.reader import open_run
 from ort_zero.statistics.records import RunInfo, Table
 from ort_zero.statistics.rows import COLUMNS, COUNTS, FIRST_COLUMNS, SKETCH_COLUMNS, WIDTH
@@ -180,3 +183,17 @@ def take(table: Table, rows: list[int]) -> Table:
         column = getattr(table, name)
         columns[name] = [column[row] for row in rows] if isinstance(column, list) else column[rows]
     return Table(step=table.step, **columns)
+
+
+def write(run: Run, folder: Path) -> str:
+    """Write the files of a run, and return the folder."""
+    for rank in run.ranks:
+        manifest = dict(run_id=folder.name, rank=rank, world_size=len(run.ranks), start_step=0, backend="torch",
+                        zero_stage=0, dtype="float32", model="Model", model_digest="d", parameters={})  # fmt: skip
+        writer = StatisticsWriter(folder, manifest=manifest)
+        for step in run.steps_of(rank):
+            table = run.steps[rank][step]
+            described = {name: getattr(table, name) for name in DESCRIPTION}
+            writer.append(step, described, table.raw(np.arange(len(table))))
+        writer.close()
+    return str(folder)

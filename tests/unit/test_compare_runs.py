@@ -9,23 +9,20 @@ import re
 import subprocess
 import sys
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from statistics_models import MODELS, gpt2, not_a_number, rounded, text
-from statistics_tables import Run, measure, table_of, take, train
+from statistics_tables import Run, measure, table_of, take, train, write
 from torch import nn
 
 from ort_zero.cli import main as cli
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.collect.writer import StatisticsWriter
 from ort_zero.statistics.compare.align import pair
 from ort_zero.statistics.compare.compare_runs import compare, compare_runs
 from ort_zero.statistics.compare.comparison import KINDS
 from ort_zero.statistics.compare.layout import layout_of
-from ort_zero.statistics.files import DESCRIPTION
 from ort_zero.statistics.records import Phase
 from ort_zero.statistics.rows import COLUMNS
 
@@ -366,19 +363,6 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
 
 
 # --- from files ----------------------------------------------------------------------------------------------------
-
-
-def write(run: Run, folder: Path) -> str:
-    for rank in run.ranks:
-        manifest = dict(run_id=folder.name, rank=rank, world_size=len(run.ranks), start_step=0, backend="torch",
-                        zero_stage=0, dtype="float32", model="Model", model_digest="d", parameters={})  # fmt: skip
-        writer = StatisticsWriter(folder, manifest=manifest)
-        for step in run.steps_of(rank):
-            table = run.steps[rank][step]
-            described = {name: getattr(table, name) for name in DESCRIPTION}
-            writer.append(step, described, table.raw(np.arange(len(table))))
-        writer.close()
-    return str(folder)
 
 
 def test_runs_are_compared_from_files(tmp_path):

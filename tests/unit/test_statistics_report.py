@@ -4,141 +4,83 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import json
 import math
 import os
-import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from statistics_models import rounded
+from statistics_tables import train, write
+from torch import nn
 
 from ort_zero.cli import main as cli
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.compare.comparison import ComparedRecord, Comparison, FirstDivergence
+from ort_zero.statistics.compare import report
+from ort_zero.statistics.compare.compare_runs import compare_runs
+from ort_zero.statistics.compare.comparison import Comparison
 from ort_zero.statistics.compare.report import check_target, write_report
-from ort_zero.statistics.records import Phase, RunInfo
+from ort_zero.statistics.records import Phase
 
-MODULES, STEPS, RANKS = 60, 12, 2
-BAD_MODULE, BAD_STEP, BAD_RANK = 23, 4, 1
-EVIL = "<script>document.title='evil'</script><b title=\"x'&y\">"
+STEPS, RANKS = 3, 2
+BAD = "h.3.0"
+EVIL = "<script>document['title']='evil'</script><b title=\"x'&y\">"
 """Name of a module: user data."""
-SHOTS = os.environ.get("ORT_ZERO_REPORT_SHOTS")
-"""Folder for pictures of what the browser shows; none are taken without."""
 
 
-def module_name(number: int) -> str:
-    if number == 40:
-        return f"transformer.{EVIL}"
-    parts = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp")
-    return f"transformer.h.{number // 6}.{parts[number % 6]}"
+class Toy(nn.Module):
+    """Blocks, and a head with a name that is not harmless in a page."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8))
+        self.add_module(EVIL, nn.Linear(16, 1))
+
+    def forward(self, x):
+        for block in self.h:
+            x = x + block(x)
+        return (self.get_submodule(EVIL)(x) ** 2).mean()
 
 
-def side(rng: random.Random, order: int, **changes) -> dict:
-    scale = math.exp(rng.uniform(-3, 3))
-    return {
-        "shape": (8, 128, 256),
-        "dtype": "float32",
-        "elements": 262144,
-        "min": -4 * scale,
-        "max": 4.1 * scale,
-        "mean": 1e-3 * scale,
-        "std": scale,
-        "abs_mean": 0.8 * scale,
-        "l2": 512 * scale + order,
-        "negative": 130000 + order,
-        "positive": 132144 - order,
-        "zero": 0,
-        "nan": 0,
-        "inf": 0,
-        "first": (scale, -scale),
-    } | changes
+def rows(step, rank):
+    return dict(x=torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank)))
 
 
-def series(step: int, rank: int, seed: int = 0, modules: int = MODULES, same: bool = False) -> list[ComparedRecord]:
-    return [r for phase in Phase for r in of_phase(step, rank, phase, seed, modules, same)]
+def faulty(model, step):
+    if step == 1:
+        rounded(model.get_submodule(BAD))
 
 
-def of_phase(step: int, rank: int, phase: Phase, seed: int, modules: int, same: bool) -> Iterator[ComparedRecord]:
-    rng = random.Random(hash((step, rank, int(phase), seed)))
-    numbers = range(modules - 1, -1, -1) if phase == Phase.BACKWARD else range(modules)
-    tensors = ("weight",) if phase in (Phase.PARAMETER, Phase.PARAMETER_GRADIENT) else ("input", "output")
-    for order, (number, tensor) in enumerate((number, tensor) for number in numbers for tensor in tensors):
-        bad = not same and rank == BAD_RANK and (step, phase) >= (BAD_STEP, Phase.FORWARD)
-        if step == BAD_STEP and phase == Phase.FORWARD:
-            bad = bad and (number, tensor) >= (BAD_MODULE, "output")
-        error = rng.uniform(1, 9) * (1e-3 if bad else 3e-8)
-        if order % 19 == 5 and not bad:
-            error = 0.0
-        a = side(rng, order)
-        b = {**a, "l2": a["l2"] * (1 + error)}
-        if bad and number % 17 == 1:
-            error = math.nan
-            b.update(nan=17, min=math.nan)
-        yield ComparedRecord(
-            step=step, rank=rank, phase=phase, order=order, module=module_name(number), occurrence=1, tensor=tensor,
-            kind="" if not bad else "nan" if math.isnan(error) else "numeric", error=error,
-            tolerance=2e-6 * (1 + 0.3 * math.sin(order / 7)), inherited=5e-8, a=a, b=b,
-        )  # fmt: skip
+@functools.cache
+def runs():
+    """Return a run, a correct run in other roundings, and one with a fault from step 1 on."""
+    named = [dict(name="pt_out"), dict(name="ort_out", precise=True), dict(name="bad_out", before=faulty)]
+    return [train(Toy, rows, steps=STEPS, ranks=RANKS, **options) for options in named]
 
 
-def info(path: str, backend: str) -> RunInfo:
-    return RunInfo(
-        path=path, run_id="7f3a", backend=backend, world_size=RANKS, zero_stage=1, dtype="float32",
-        model="GPT2LMHeadModel", steps=tuple(range(STEPS)),
-    )  # fmt: skip
-
-
-def comparison(same: bool = False, modules: int = MODULES, steps: int = STEPS) -> Comparison:
-    order = [BAD_STEP, BAD_STEP - 1, BAD_STEP + 1]
-    order += [step for step in range(steps) if step not in order]
-    found = [series(step, rank, modules=modules, same=same) for step in order[:steps] for rank in range(RANKS)]
-    verdict = FirstDivergence(same=True, text="No record differs by more than rounding explains.")
-    differences = []
+@functools.cache
+def comparison(same: bool = False) -> Comparison:
+    right, other, wrong = runs()
+    found = compare_runs(right, other if same else wrong)
+    assert found.verdict.same == same and len(found.series) == STEPS * RANKS
+    # one value without a number, and a note of user data
+    series = [list(records) for records in found.series]
     if not same:
-        first = next(record for record in found[BAD_RANK] if record.kind)
-        differences = [dataclasses.replace(first, order=n, error=math.nan if n == 2 else n) for n in range(14)]
-        text = f"From step {BAD_STEP} on rank {BAD_RANK} differs: {first.module} adds an error of its own."
-        verdict = FirstDivergence(same=False, module=first.module, direction="forward", difference=first, text=text)
-    return Comparison(
-        a=info("runs/pt_out", "torch"),
-        b=info("runs/ort_out", "onnxruntime"),
-        rtol="auto",
-        verdict=verdict,
-        steps=tuple(range(STEPS)),
-        records=sum(map(len, found)),
-        counts={} if same else {"numeric": sum(r.kind == "numeric" for s in found for r in s), "nan": 9},
-        differences=differences,
-        notes=[f"the module {EVIL} is called in the second run alone"],
-        series=found,
-    )
-
-
-# --- without a browser ---------------------------------------------------------------------------------------------
-
-
-def test_the_file_of_a_toy_is_one_small_file(tmp_path):
-    path = write_report(comparison(steps=3), tmp_path / "report.html")
-    assert os.listdir(tmp_path) == ["report.html"] and path.stat().st_size < 300_000
-    assert len(unpacked(path.read_text(encoding="utf-8"))["groups"]) == 3 * RANKS
-    head = path.read_text(encoding="utf-8").split("<script>")[0]
-    assert "Content-Security-Policy" in head and EVIL not in head and "&lt;script&gt;" in head
-
-
-@pytest.mark.seconds
-def test_large_comparisons_leave_out_what_is_far_from_the_verdict(tmp_path):
-    path = write_report(comparison(modules=1200, steps=6), tmp_path / "report.html")
-    assert path.stat().st_size < 700_000
-    text = path.read_text(encoding="utf-8")
-    assert "leaves out" in text
-    kept = unpacked(text)
-    assert (kept["groups"][0]["step"], kept["groups"][0]["rank"]) == (BAD_STEP, BAD_RANK)
+        first = found.verdict.difference
+        assert (first.module, first.step, first.rank) == (BAD, 1, 0)
+        of_first = next(s for s in series if (s[0].step, s[0].rank) == (first.step, first.rank))
+        bad = max(i for i, one in enumerate(of_first) if one.kind and one.phase == Phase.FORWARD)
+        of_first[bad] = dataclasses.replace(of_first[bad], kind="nan", error=math.nan)
+    return dataclasses.replace(found, series=series, notes=[*found.notes, f"the module {EVIL} is user data"])
 
 
 def unpacked(text: str) -> dict:
@@ -146,113 +88,91 @@ def unpacked(text: str) -> dict:
     return json.loads(zlib.decompress(base64.b64decode(packed)))
 
 
-def test_a_comparison_without_series_still_has_a_verdict(tmp_path):
-    path = write_report(dataclasses.replace(comparison(same=True), series=[]), tmp_path / "report.html")
+# --- the file ------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_of_a_toy_is_one_small_file(tmp_path):
+    path = write_report(comparison(), tmp_path / "report.html")
     text = path.read_text(encoding="utf-8")
-    assert "The runs are the same" in text and "no records to draw" in text and len(text) < 50_000
+    assert os.listdir(tmp_path) == ["report.html"] and len(text) < 150_000
+    assert len(unpacked(text)["groups"]) == STEPS * RANKS and "leaves out" not in text
+    head = text.split("<script>")[0]
+    assert "Content-Security-Policy" in head and EVIL not in head and "&lt;script&gt;" in head
+
+
+def test_large_comparisons_leave_out_what_is_far_from_the_verdict(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "MAX_BYTES", 1000)
+    text = write_report(comparison(), tmp_path / "report.html").read_text(encoding="utf-8")
+    (kept,) = unpacked(text)["groups"]
+    assert (kept["step"], kept["rank"]) == (1, 0) and "leaves out 5 pairs of step and rank" in text
 
 
 def test_only_a_report_is_written_over(tmp_path):
     target = tmp_path / "report.html"
-    write_report(dataclasses.replace(comparison(), series=[]), target)
-    write_report(dataclasses.replace(comparison(same=True), series=[]), target)
-    assert "The runs are the same" in target.read_text(encoding="utf-8")
+    for same in (False, True):
+        write_report(dataclasses.replace(comparison(same), series=[]), target)
+    text = target.read_text(encoding="utf-8")
+    assert "The runs are the same" in text and "no records to draw" in text and len(text) < 50_000
     (tmp_path / "thesis.html").write_text("<html>")
-    with pytest.raises(StatisticsError, match="thesis.html exists and is no report"):
-        write_report(comparison(), tmp_path / "thesis.html")
-    with pytest.raises(StatisticsError, match="is a folder; name a file"):
-        check_target(tmp_path)
-    with pytest.raises(StatisticsError, match="is no folder"):
-        check_target(tmp_path / "nowhere" / "report.html")
+    for place, message in (
+        (tmp_path / "thesis.html", "thesis.html exists and is no report"),
+        (tmp_path, "is a folder; name a file"),
+        (tmp_path / "nowhere" / "report.html", "is no folder"),
+    ):
+        with pytest.raises(StatisticsError, match=message):
+            check_target(place)
     with pytest.raises(StatisticsError, match="cannot write"):
-        write_report(dataclasses.replace(comparison(), series=[]), "/proc/report.html")
+        write_report(comparison(), "/proc/report.html")
     assert (tmp_path / "thesis.html").read_text() == "<html>" and len(os.listdir(tmp_path)) == 2
 
 
 # --- the command ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def compared(monkeypatch):
-    """Makes the command find a comparison without reading any run."""
-    asked = {}
-    module = type(sys)("ort_zero.statistics.compare.compare_runs")
-
-    def give(found):
-        def compare(a, b, **options):
-            asked.update(a=a, b=b, **options)
-            return found
-
-        module.compare = compare
-        monkeypatch.setitem(sys.modules, "ort_zero.statistics.compare.compare_runs", module)
-        return asked
-
-    return give
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[str]:
+    return [write(run, tmp_path_factory.mktemp("runs") / run.name) for run in runs()]
 
 
-def test_the_command_says_the_verdict_first(compared, capsys):
-    asked = compared(comparison())
-    assert cli.main(["stats", "compare", "x", "y", "--rtol", "1e-3", "--reference", "z"]) == 1
-    assert asked == {"a": "x", "b": "y", "rtol": 1e-3, "reference": "z", "progress": True}
-    captured = capsys.readouterr()
-    lines = captured.out.splitlines()
-    assert lines[0].startswith("differs: From step 4 on rank 1 differs: transformer.h.3.mlp adds")
-    assert "a: runs/pt_out (torch, GPT2LMHeadModel, float32, ZeRO-1, 2 ranks, steps 0 to 11)" in lines
-    assert any(line.startswith("compared: ") and "numeric, 9 nan" in line for line in lines)
-    assert any(line.startswith("note: the module") for line in lines) and captured.err == ""
-    (start,) = (i for i, line in enumerate(lines) if line.startswith("step  rank"))
+def refuse(name):
+    pytest.fail(f"{name} is no JSON")
+
+
+def test_the_command_says_the_verdict_first(folders, tmp_path, capsys):
+    right, other, wrong = folders
+    assert cli.main(["stats", "compare", right, other]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("same: ") and "none differs" in said.out and "step  rank" not in said.out
+    assert cli.main(["stats", "compare", right, wrong]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"differs: step 1, rank 0, forward: {BAD} adds the error: ")
+    assert f"a: {right} (torch, Model, float32, ZeRO-0, 2 ranks, steps 0 to 2)" in lines
+    start = next(i for i, line in enumerate(lines) if line.startswith("step  rank"))
     table = lines[start + 1 : start + 11]
-    assert len({line.index("transformer.h.3.mlp") for line in table}) == 1 and " nan " in table[2]
+    assert table[0].split()[:6] == ["1", "0", "forward", BAD, "output", "numeric"]
+    assert len({line.index(" numeric") for line in table}) == 1
     assert lines[start + 11].startswith("... and ") and "--html FILE" in lines[start + 11]
-
-
-def test_the_command_says_same_with_status_0(compared, capsys):
-    asked = compared(comparison(same=True))
-    assert cli.main(["stats", "compare", "x", "y"]) == 0 and asked["rtol"] == "auto"
-    out = capsys.readouterr().out
-    assert out.startswith("same: No record differs") and "none differs" in out and "step  rank" not in out
-
-
-def test_the_command_gives_json_that_every_reader_takes(compared, capsys):
-    compared(comparison())
-    assert cli.main(["stats", "compare", "x", "y", "--json"]) == 1
-
-    def refuse(name):
-        pytest.fail(f"{name} is no JSON")
-
-    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
-    assert found["same"] is False and found["verdict"]["difference"]["phase"] == "forward"
-    assert found["a"]["backend"] == "torch" and found["differences"][2]["error"] == "nan" and "series" not in found
-
-
-def test_the_command_writes_the_report(compared, tmp_path, capsys):
-    compared(comparison(steps=1, modules=30))
     target = tmp_path / "r.html"
-    assert cli.main(["stats", "compare", "x", "y", "--html", str(target)]) == 1
+    assert cli.main(["stats", "compare", right, wrong, "--html", str(target)]) == 1
     assert capsys.readouterr().out.endswith(f"report: {target}\n") and target.exists()
+    assert cli.main(["stats", "compare", right, wrong, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found["same"] is False and found["verdict"]["difference"]["phase"] == "forward" and "series" not in found
 
 
-def test_a_bad_target_is_found_before_the_work(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(sys.modules, "ort_zero.statistics.compare.compare_runs", type(sys)("empty"))
-    sys.modules["ort_zero.statistics.compare.compare_runs"].compare = lambda *a, **k: pytest.fail("must not be asked")
+def test_what_hinders_a_report_is_found_before_the_work(tmp_path, capsys):
     (tmp_path / "mine.html").write_text("x")
     assert cli.main(["stats", "compare", "x", "y", "--html", str(tmp_path / "mine.html")]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and "exists and is no report" in captured.err
 
 
-def test_a_missing_package_is_one_line(tmp_path):
-    package = "jinja2"
-    code = (
-        f"import sys; sys.modules[{package!r}] = None\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import test_statistics_report as t\nfrom ort_zero.cli.main import main\n"
-        "module = sys.modules['ort_zero.statistics.compare.compare_runs'] = type(sys)('compare')\n"
-        "module.compare = lambda *a, **k: t.comparison(steps=1, modules=30)\nsys.exit(main(sys.argv[1:]))"
-    )
-    argv = [sys.executable, "-c", code, "stats", "compare", "x", "y", "--html", str(tmp_path / "r.html")]
+def test_a_missing_package_is_one_line(folders, tmp_path):
+    code = "import sys; sys.modules['jinja2'] = None; from ort_zero.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    argv = [sys.executable, "-c", code, "stats", "compare", *folders[:2], "--html", str(tmp_path / "r.html")]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == f"ort-zero stats compare: {package} is not installed: pip install 'ort-zero[statistics]'\n"
+    assert done.stderr == "ort-zero stats compare: jinja2 is not installed: pip install 'ort-zero[statistics]'\n"
 
 
 # --- in a browser --------------------------------------------------------------------------------------------------
@@ -353,154 +273,121 @@ class Page:
         self.wait("document.querySelector('#table tr.chosen')" if click else "!document.getElementById('tip').hidden")
         return self.text("#tip")
 
-    def shot(self, name: str) -> None:
-        if SHOTS:
-            Path(SHOTS).mkdir(parents=True, exist_ok=True)
-            self.browser.save_screenshot(str(Path(SHOTS) / f"{name}.png"))
-
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory) -> dict[str, Path]:
+def files(tmp_path_factory) -> dict[bool, Path]:
     folder = tmp_path_factory.mktemp("reports")
-    return {
-        "differs": write_report(comparison(steps=3), folder / "differs.html"),
-        "same": write_report(comparison(same=True, steps=3), folder / "same.html"),
-    }
+    return {same: write_report(comparison(same), folder / f"{same}.html") for same in (False, True)}
 
 
 @pytest.fixture
 def page(browser, files) -> Page:
-    return Page(browser, files["differs"])
+    return Page(browser, files[False])
 
 
-def test_the_page_opens_without_errors_and_without_network(page):
+def of_phase(phase: Phase, step: int = 1, rank: int = 0) -> list:
+    """Return the records of a chart, in order."""
+    (found,) = [series for series in comparison().series if (series[0].step, series[0].rank) == (step, rank)]
+    return [record for record in found if record.phase == phase]
+
+
+def place_of(module: str, tensor: str) -> int:
+    """Return the number of a point of the forward chart."""
+    names = [(record.module, record.tensor) for record in of_phase(Phase.FORWARD)]
+    return names.index((module, tensor))
+
+
+def colour_of_verdict(page: Page) -> list[int]:
+    code = "return getComputedStyle(document.querySelector('#verdict h2')).color.match(/\\d+/g)"
+    return [int(part) for part in page.js(code)]
+
+
+def type_into_filter(page: Page, text: str) -> None:
+    code = "const f = document.getElementById('filter'); f.value = arguments[0]; f.dispatchEvent(new Event('input'))"
+    page.js(code, text)
+
+
+def test_the_page_opens_offline_with_the_verdict_on_top(page):
+    box = page.js("const b = document.querySelector('#verdict').getBoundingClientRect(); return [b.top, b.bottom]")
     page.hover("forward", 3)
     page.click("#theme")
     assert [entry for entry in page.browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
-    asked = [url for url in page.requests() if not url.startswith(("data:", "blob:"))]
-    assert asked == [page.url]
-
-
-def test_the_verdict_is_on_top(page):
-    page.shot("1_top")
+    assert [url for url in page.requests() if not url.startswith(("data:", "blob:"))] == [page.url]
     text = page.text("#verdict")
-    assert "First divergence: transformer.h.3.mlp" in text and "step 4" in text and "rank 1" in text
-    assert "forward" in text and "From step 4 on rank 1 differs" in text
-    box = page.js("const b = document.querySelector('#verdict').getBoundingClientRect(); return [b.top, b.bottom]")
-    assert 0 <= box[0] and box[1] < 500
-    red, green, _ = (int(part) for part in page.js(
-        "return getComputedStyle(document.querySelector('#verdict h2')).color.match(/\\d+/g)"
-    ))  # fmt: skip
-    assert red > 2 * green
+    for words in (f"First divergence: {BAD}", "step 1", "rank 0", "forward", f"{BAD} adds the error"):
+        assert words in text, words
+    red, green, _ = colour_of_verdict(page)
+    assert 0 <= box[0] and box[1] < 500 and red > 2 * green
 
 
 def test_names_are_shown_as_they_are(page):
-    assert page.browser.title.startswith("differs at transformer.h.3.mlp: pt_out against ort_out")
-    assert EVIL in page.text(".notes")
-    place = 80  # input of module 40
-    assert f"transformer.{EVIL}" in page.hover("forward", place)
-    page.js("const f = document.getElementById('filter'); f.value = 'evil'; f.dispatchEvent(new Event('input'))")
-    assert set(page.column(4)) == {f"transformer.{EVIL}"} and page.browser.title.startswith("differs")
+    assert page.browser.title.startswith(f"differs at {BAD}: pt_out against bad_out") and EVIL in page.text(".notes")
+    assert EVIL in page.hover("forward", place_of(EVIL, "output"))
+    type_into_filter(page, "evil")
+    assert set(page.column(4)) == {EVIL} and page.browser.title.startswith("differs")
 
 
-def test_every_record_of_the_step_is_a_point(page):
-    for phase, each in (("forward", 2), ("backward", 2), ("parameter", 1), ("gradient", 1)):
-        assert page.points(phase) == each * MODULES, phase
+def test_every_record_is_a_point_at_its_height(page):
+    names = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.PARAMETER: "parameter",
+             Phase.PARAMETER_GRADIENT: "gradient"}  # fmt: skip
+    for phase, name in names.items():
+        assert page.points(name) == len(of_phase(phase)) > 0, name
     assert page.js("return document.querySelectorAll('.first').length") == 3, "a step, a rank, a point"
-    assert page.js("return document.querySelectorAll('#charts .chart').length") == 4
-    assert "step 4, rank 1, 120 records" in page.text("#charts")
-
-
-def test_what_is_no_number_is_at_the_top_edge_and_zero_at_the_bottom(page):
+    assert f"step 1, rank 0, {len(of_phase(Phase.FORWARD))} records" in page.text("#charts")
     code = """
-        const at = (one) => Math.round(one.transform.baseVal[0].matrix.f);
-        const all = (query) => [...document.querySelectorAll("#chart-forward " + query)];
-        const ticks = Object.fromEntries(all(".y").map((one) => [one.textContent, Number(one.getAttribute("y")) - 4]));
-        return [all(".bad").map(at), all("circle.point").map(at), ticks];"""
-    bad, within, ticks = page.js(code)
-    heights = [ticks[name] for name in ("no number", "1e-2", "1e-6", "0")]
-    assert heights == sorted(heights) and bad.count(ticks["no number"]) == 4 and within.count(ticks["0"]) == 3
-    assert all(y == ticks["no number"] or ticks["1e-2"] <= y < ticks["1e-6"] for y in bad)
-    assert all(y > ticks["1e-6"] for y in within)
+        const line = document.querySelector("#chart-forward .tolerance").getAttribute("d").match(/[ML][^h]+/g);
+        return [...document.querySelectorAll("#chart-forward .point")].map((one, i) =>
+          [one.classList.contains("bad"), one.transform.baseVal[0].matrix.f, Number(line[i].split(" ")[1])]);"""
+    points = page.js(code)
+    assert all(bad == (height < limit) for bad, height, limit in points) and any(bad for bad, _, _ in points)
+    (top,) = page.js("""return [...document.querySelectorAll("#chart-forward .y")].filter(
+        (one) => one.textContent === "no number").map((one) => Number(one.getAttribute("y")) - 4)""")
+    at_top = [record.kind for record, (_, height, _) in zip(of_phase(Phase.FORWARD), points) if round(height) == top]
+    assert at_top == ["nan"]
 
 
-def test_a_point_is_marked_if_and_only_if_it_is_above_the_line(page):
-    code = """
-        const line = document.querySelector("#chart-backward .tolerance").getAttribute("d").match(/[ML][^h]+/g);
-        return [...document.querySelectorAll("#chart-backward .point")].map((one, i) =>
-          [one.classList.contains("bad"), one.transform.baseVal[0].matrix.f < Number(line[i].split(" ")[1])]);"""
-    pairs = page.js(code)
-    assert len(pairs) == 2 * MODULES and all(marked == above for marked, above in pairs) and any(m for m, _ in pairs)
-
-
-def test_hovering_shows_the_record_and_both_sides(page):
-    bad = 2 * BAD_MODULE + 1
-    text = page.hover("forward", bad)
-    page.shot("2_hover")
-    for part in ("transformer.h.3.mlp", "output", "step 4, rank 1", "tolerance", "numeric", "(8, 128, 256)", "float32"):
+def test_a_record_shows_both_sides_and_is_found_in_the_table(page):
+    text = page.hover("forward", place_of(BAD, "output"))
+    for part in (BAD, "output", "step 1, rank 0", "tolerance", "numeric", "(8, 16)", "float32", "abs_mean"):
         assert part in text, part
-    assert text.count("262,144") == 2 and "abs_mean" in text
-    assert "transformer.h.9.mlp" in page.hover("backward", 0), "the gradient that is computed first comes first"
-
-
-def test_the_step_and_rank_selectors_change_the_charts_and_the_table(page):
-    assert page.text("#steps button[aria-pressed=true]") == "4" and page.text("#ranks button[aria-pressed=true]") == "1"
-    bad = page.js("return [...document.querySelectorAll('#steps button.bad')].map((b) => b.dataset.value)")
-    assert bad == [str(BAD_STEP), str(BAD_STEP + 1)]
-    page.click("#steps button[data-value='3']")
-    assert "step 3, rank 1, 120 records" in page.text("#charts") and set(page.column(0)) == {"3"}
-    assert page.points("forward") == 2 * MODULES
-    page.click("#ranks button[data-value='0']")
-    assert "step 3, rank 0, 120 records" in page.text("#charts") and set(page.column(1)) == {"0"}
-    page.click("#steps button[data-value='5']")
-    assert page.js("return document.querySelectorAll('#table tr.bad').length") == 0
-    assert len(page.js("return [...document.querySelectorAll('#steps button')]")) == 3
-
-
-def test_a_click_on_a_header_sorts(page):
-    page.click("#table th:nth-child(9)")
-    shown = page.column(8)
-    first = [value for value in shown if value != "nan"]
-    assert shown[: shown.count("nan")] == ["nan"] * shown.count("nan") and shown.count("nan") > 3
-    assert [float(v) for v in first] == sorted((float(v) for v in first), reverse=True) and float(first[0]) > 1e-3
-    page.js("document.querySelector('#records').scrollIntoView()")
-    page.shot("3_table")
-    page.click("#table th:nth-child(9)")
-    up = [float(value) for value in page.column(8)]
-    assert up[:9] == sorted(up[:9]) and up[0] == 0
-    assert page.js("return document.querySelector('#table th:nth-child(9)').getAttribute('aria-sort')") == "ascending"
-    page.click("#table th:nth-child(5)")
-    names = page.column(4)
-    assert names[0] == "transformer." + EVIL or names[0] == "transformer.h.0.attn.c_attn"
-    assert names.index("transformer.h.2.mlp") > names.index("transformer.h.1.mlp")
-
-
-def test_the_filters_narrow_the_table(page):
-    records = 6 * MODULES
-    assert page.text("#count") == f"{records} records" and len(page.column(0)) == records
-    page.click("#only")
-    assert set(page.column(7)) == {"numeric", "nan"}
-    page.click("#everything")
-    assert int(page.text("#count").split()[0].replace(",", "")) > 600
-    assert len(page.column(0)) == 500 and "the first 500 shown" in page.text("#count")
-    code = "const f = document.getElementById('filter'); f.value = arguments[0]; f.dispatchEvent(new Event('input'))"
-    page.js(code, "backward h.3 ln_1")
-    assert set(page.column(4)) == {"transformer.h.3.ln_1"} and set(page.column(2)) == {"backward"}
-
-
-def test_a_row_opens_to_both_sides(page):
-    page.js("const f = document.getElementById('filter'); f.value = 'h.3.mlp'; f.dispatchEvent(new Event('input'))")
-    page.click("#table tbody tr")
-    page.js("document.querySelector('#records').scrollIntoView()")
-    page.shot("4_details")
-    text = page.text("#table tr.details")
-    assert "abs_mean" in text and text.count("262,144") == 2
-    page.click("#table tbody tr")
+    page.hover("forward", place_of(BAD, "output"), click=True)
+    assert BAD in page.text("#table tr.chosen") and "abs_mean" in page.text("#table tr.details")
+    page.click("#table tr.chosen")
     assert not page.js("return document.querySelector('#table tr.details')")
 
 
+def test_steps_and_ranks_can_be_chosen(page):
+    assert page.text("#steps button[aria-pressed=true]") == "1" and page.text("#ranks button[aria-pressed=true]") == "0"
+    bad = page.js("return [...document.querySelectorAll('#steps button.bad')].map((b) => b.dataset.value)")
+    assert bad == ["1", "2"]
+    page.click("#steps button[data-value='2']")
+    page.click("#ranks button[data-value='1']")
+    assert "step 2, rank 1" in page.text("#charts") and (set(page.column(0)), set(page.column(1))) == ({"2"}, {"1"})
+    page.click("#steps button[data-value='0']")
+    assert page.js("return document.querySelectorAll('#table tr.bad').length") == 0
+
+
+def test_the_table_is_sorted_and_filtered(page):
+    records = sum(len(of_phase(phase)) for phase in Phase)
+    assert page.text("#count") == f"{records} records" and len(page.column(0)) == records
+    page.click("#table th:nth-child(9)")
+    errors = page.column(8)
+    numbers = [float(value) for value in errors[1:]]
+    assert errors[0] == "nan" and numbers == sorted(numbers, reverse=True)
+    page.click("#table th:nth-child(9)")
+    assert page.js("return document.querySelector('#table th:nth-child(9)').getAttribute('aria-sort')") == "ascending"
+    page.click("#only")
+    assert set(page.column(7)) == {"numeric", "nan"}
+    page.click("#only")
+    page.click("#everything")
+    total = sum(len(series) for series in comparison().series)
+    assert page.text("#count").startswith(f"{total:,} records, the first 500 shown") and len(page.column(0)) == 500
+    type_into_filter(page, "backward h.3.0")
+    assert set(page.column(4)) == {BAD} and set(page.column(2)) == {"backward"}
+
+
 @pytest.mark.parametrize("width", [1280, 800])
-def test_nothing_is_wider_than_the_window(page, width):
+def test_nothing_is_wider_than_the_window_and_dark_follows_the_system(page, width):
     page.size(width, 800)
     page.browser.refresh()
     page.wait("document.body.dataset.ready === 'yes'")
@@ -511,53 +398,28 @@ def test_nothing_is_wider_than_the_window(page, width):
         """
     assert page.js(code) == [width, []]
     labels = page.js("""
-        return [...document.querySelectorAll("#chart-forward .x")].map((one) => {
-          const box = one.getBoundingClientRect(); return [box.left, box.right, box.bottom]; })""")
-    chart = page.js("return document.getElementById('chart-forward').getBoundingClientRect().bottom")
-    assert width / 50 <= len(labels) <= width / 20 and all(label[2] <= chart + 1 for label in labels)
-    rights = [label[1] for label in labels]
-    assert min(b - a for a, b in zip(rights, rights[1:])) > 12, "labels do not lie upon each other"
-
-
-def test_dark_follows_the_system_and_the_button(page):
-    def background() -> str:
-        return page.js("return getComputedStyle(document.body).backgroundColor")
-
-    def axis() -> str:
-        return page.js("return getComputedStyle(document.querySelector('#chart-forward .x')).fill")
-
-    light = (background(), axis())
+        return [...document.querySelectorAll("#chart-forward .x")].map((one) => one.getBoundingClientRect().right)""")
+    assert min(b - a for a, b in zip(labels, labels[1:])) > 12, "labels do not lie upon each other"
+    code = """
+        const style = (selector) => getComputedStyle(document.querySelector(selector));
+        return [style("body").backgroundColor, style("#chart-forward .x").fill];"""
+    light = page.js(code)
     page.scheme("dark")
-    page.js("scrollTo(0, 0)")
-    page.shot("5_dark")
-    dark = (background(), axis())
-    assert dark[0] != light[0] and dark[1] != light[1]
+    assert all(dark != other for dark, other in zip(page.js(code), light))
     page.click("#theme")
-    assert (background(), axis()) == light
+    assert page.js(code) == light
 
 
-def test_clicking_a_point_finds_its_record(page):
-    page.hover("forward", 2 * BAD_MODULE + 1, click=True)
-    chosen = page.text("#table tr.chosen")
-    assert "transformer.h.3.mlp" in chosen and "output" in chosen and page.text("#table tr.details")
-
-
-@pytest.mark.seconds
 def test_a_report_of_equal_runs_is_green(browser, files):
-    page = Page(browser, files["same"])
-    page.shot("6_same")
+    page = Page(browser, files[True])
     assert "The runs are the same" in page.text("#verdict") and "none differs" in page.text(".facts")
-    red, green, _ = (int(part) for part in page.js(
-        "return getComputedStyle(document.querySelector('#verdict h2')).color.match(/\\d+/g)"
-    ))  # fmt: skip
-    assert green > 2 * red
-    assert page.js("return document.querySelectorAll('#steps button.bad').length") == 0
-    assert page.points("forward") == 2 * MODULES
+    red, green, _ = colour_of_verdict(page)
+    assert green > 2 * red and page.js("return document.querySelectorAll('#steps button.bad').length") == 0
+    assert page.points("forward") > 30
 
 
 def test_without_a_browser_the_test_fails_and_says_what_to_install(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(pytest.fail.Exception, match="apt-get install chromium chromium-driver"):
-        find_browser(may_lack=False)
-    with pytest.raises(pytest.skip.Exception, match="apt-get install chromium chromium-driver"):
-        find_browser(may_lack=True)
+    for may_lack, error in ((False, pytest.fail.Exception), (True, pytest.skip.Exception)):
+        with pytest.raises(error, match="apt-get install chromium chromium-driver"):
+            find_browser(may_lack=may_lack)
