@@ -89,7 +89,7 @@ def header_of(manifest: Mapping[str, Any]) -> bytes:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """Return the manifest of a file; None if its rank ended before the header was complete.
+    """Return the manifest of a file; None for a file that is gone, or lacks a part of its header.
 
     Raises:
         StatisticsError: the file is damaged, of a later version, or was not written by ort_zero.
@@ -99,6 +99,8 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
             head = file.read(8)
             size = int.from_bytes(head[4:], "little")
             head += file.read(size) if head.startswith(_CONTINUATION) else b""
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise StatisticsError(f"cannot read {path}: {error.strerror or error}") from error
     if len(head) < 8 + size and head[:4] == _CONTINUATION[: len(head)]:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -291,6 +292,18 @@ def test_override_deletes_every_file_of_the_run_before_and_nothing_else(tmp_path
     with pytest.raises(StatisticsError, match=f"{precious.name} does not begin as a file of ort_zero's statistics"):
         begin(tmp_path, 0, 1, "run-3", override=True)
     assert precious.read_text() == "something else"
+
+
+def test_ranks_that_start_together_leave_each_other_alone(tmp_path):
+    for number in range(20):
+        abouts = [(rank, 8, f"run-{number}") for rank in range(8)]
+        with ThreadPoolExecutor(8) as ranks:
+            writers = list(ranks.map(lambda about: begin(tmp_path, *about, override=True), abouts))
+        for writer in writers:
+            writer.append(number, *columns_of([]))
+            writer.close()
+        run = open_run(tmp_path)
+        assert (run.ranks, run.info.steps, run.info.run_id) == (tuple(range(8)), (number,), f"run-{number}")
 
 
 # --- folders that are no run ---------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from ort_zero import env
 from ort_zero.errors import StatisticsError
 from ort_zero.log import get_logger
 from ort_zero.statistics.files import END, encode_step, file_name, files_in, header_of, local_folder, read_manifest
+from ort_zero.utils.atomic_write import partial_name
 
 
 def taken(place: Path) -> StatisticsError:
@@ -53,13 +54,16 @@ class StatisticsWriter:
         self.steps = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _make_room(folder, manifest["run_id"], self.path, override)
-            self._file = open(self.path, "xb", buffering=0)
+            _make_room(folder, manifest, self.path, override)
+            # under its name the file has its whole header: another rank may read it at any moment
+            partial = folder / partial_name(self.path.name, str(os.getpid()))
+            self._file = open(partial, "wb", buffering=0)
             try:
                 self._size = _write_all(self._file, header_of(manifest))
+                os.replace(partial, self.path)
             except OSError:
                 self._file.close()
-                self.path.unlink()
+                partial.unlink()
                 raise
         except OSError as error:
             raise StatisticsError(
@@ -117,19 +121,23 @@ class StatisticsWriter:
         self._end()
 
 
-def _make_room(folder: Path, run_id: str, mine: Path, override: bool) -> None:
-    """Delete the files of other runs in a folder, and this rank's own; raise without `override`.
+def _make_room(folder: Path, manifest: Mapping[str, Any], mine: Path, override: bool) -> None:
+    """Delete the files that other runs, or earlier ones of this range, have left in a folder.
+
+    Each rank deletes the files of its own number, and rank 0 those of ranks that this run does not have. Between reading
+    and deleting the file of another rank, that rank could have replaced the file.
 
     Raises:
-        StatisticsError: the folder has statistics of another run, or a file with such a name that is something else.
+        StatisticsError: such files may not be deleted, or a file with such a name is something else.
     """
-    for path in files_in(folder):
-        manifest = read_manifest(path)
-        if path != mine and manifest is not None and manifest["run_id"] == run_id:
+    for path, rank in files_in(folder).items():
+        found = read_manifest(path)
+        if path != mine and found is not None and found["run_id"] == manifest["run_id"]:
             continue
         if not override:
             raise taken(folder)
-        path.unlink(missing_ok=True)
+        if rank == manifest["rank"] or (manifest["rank"] == 0 and rank >= manifest["world_size"]):
+            path.unlink(missing_ok=True)
 
 
 def _write_all(file: FileIO, data: bytes) -> int:
