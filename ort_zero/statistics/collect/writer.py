@@ -124,8 +124,8 @@ class StatisticsWriter:
 def _make_room(folder: Path, manifest: Mapping[str, Any], mine: Path, override: bool) -> None:
     """Delete the files that other runs, or earlier ones of this range, have left in a folder.
 
-    Each rank deletes the files of its own number, and rank 0 those of ranks that this run does not have. Between reading
-    and deleting the file of another rank, that rank could have replaced the file.
+    Each rank deletes the files of its own number, and rank 0 those of ranks that this run does not have: between the
+    reading and the deleting of another rank's file, that rank could replace the file.
 
     Raises:
         StatisticsError: such files may not be deleted, or a file with such a name is something else.
