@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ort_zero.checkpoint.reads.checked_reads import ReadRequest
 from ort_zero.checkpoint.records import MASTER, MODULE, Source, Tensor, buffer_kind
 from ort_zero.compat.deepspeed_state import EngineState, Flat
-from ort_zero.utils.host_memory import FilledHostMemory
+from ort_zero.utils.host_memory import host_memory
 
 
 class StagedState:
@@ -35,7 +35,6 @@ class StagedState:
         self._kinds_of_group: dict[int, list[str]] = {}
         self._starts_anew = full and not kinds
         """True for a checkpoint from before the first step, without optimizer state."""
-        self._memory = FilledHostMemory()
         self._flats: dict[tuple[int, str], torch.Tensor] = {}
         """Masters and optimizer states, each like the whole flat buffer, by the buffer's index and by kind."""
         self._weights: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -73,13 +72,13 @@ class StagedState:
                 self._buffers[name] = request.target
 
     def _request(self, tensor: Tensor, start: int, length: int, dtype: torch.dtype) -> ReadRequest:
-        return ReadRequest(tensor=tensor, start=start, length=length, target=self._memory.tensor(length, dtype))
+        return ReadRequest(tensor=tensor, start=start, length=length, target=host_memory(length, dtype))
 
     def _requests_of_flat(
         self, index: int, flat: Flat, kind: str, by_name: Mapping[str, Tensor], dtype: torch.dtype
     ) -> Iterator[ReadRequest]:
         """Yield the requests for one flat tensor; padding, and parameters that lack the kind, are zero."""
-        staged = self._flats[index, kind] = self._memory.tensor(flat.master.numel(), dtype)
+        staged = self._flats[index, kind] = host_memory(flat.master.numel(), dtype)
         position = 0
         for place in flat.places:
             tensor = by_name.get(self._name(place.name))
