@@ -2,38 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from ort_zero import config
-
-
-class RunningModel(Protocol):
-    """One model that a backend runs; it lives as long as the wrapped model that the backend returned."""
-
-    fallback_reason: str | None
-    """The reason why PyTorch runs the model; None while ONNX Runtime does."""
-    announce: Any
-    """Called with this object after its first step, and once it is settled later where all runs; None: nothing."""
-
-    @property
-    def module(self) -> Any:
-        """The user's module."""
-
-    @property
-    def call(self) -> Callable[..., Any]:
-        """The function that runs one forward call; ``ort-zero profile`` puts another one around it."""
-
-    def status(self) -> dict[str, Any]:
-        """Return the model's entry in ``ort_zero.status()["models"]``, as plain values."""
-
-    def after_step(self) -> None:
-        """Note that the engine has made an optimizer step."""
-
-    def memory_summary(self) -> Sequence[tuple[str, str]]:
-        """Return pairs of texts: operators that the backward computes again, and the memory that this saves."""
 
 
 class NodeProfiles(Protocol):
@@ -75,8 +49,8 @@ class Backend(Protocol):
     def refuse(self, ds_config: Mapping[str, Any]) -> None:
         """Raise ConfigError for a key of a DeepSpeed config that the backend does not support."""
 
-    def run(self, model: Any, section: config.Config, zero: Mapping[str, Any]) -> RunningModel:
-        """Replace the forwards of a model's units, and return what runs the model. All ranks must call.
+    def run(self, model: Any, section: config.Config, zero: Mapping[str, Any]) -> Any:
+        """Replace the forwards of a model's units, and return the ``UnitsModel`` that runs it. All ranks must call.
 
         Args:
             model: the user's model, before a DeepSpeed engine is made of it.

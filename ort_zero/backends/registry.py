@@ -17,6 +17,8 @@ patch_sets: dict[str, PatchSet] = {}
 ``"torch.onnx"``, ``"onnxruntime"``, ``"ORTModule"`` (its constructor), ``"profiling ranges"`` and ``"statistics"`` (of
 onnxruntime-training), and ``"refused_section"`` where the plugin could not be enabled."""
 _PATCHING = threading.RLock()
+after_step: list[Callable[[Any, bool], None]] = []
+"""Functions to call with the runtime of a model after each step, until it is settled where all runs, and with that."""
 engines_made: list[bool] = []
 """Has an element once a DeepSpeed engine has been made."""
 _runtimes: list[weakref.ref] = []

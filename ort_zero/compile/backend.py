@@ -41,13 +41,7 @@ def run(model: Any, section: config.Config, zero: Mapping[str, Any]) -> UnitsMod
 
     if stage == 3 and max_elements is None:
         max_elements = deepspeed_units.max_gathered_elements(model, zero)
-    settings = Settings(
-        verify=section.compile.verify,
-        place=section.compile.place,
-        fuse_loss=section.compile.fuse_loss,
-        save_onnx=section.save_onnx,
-        reproducers=section.compile.reproducers,
-    )
+    settings = Settings(**section.compile.model_dump(), save_onnx=section.save_onnx)
     alone: Any = {"stands_alone": is_head} if settings.loss_devices else {}
     units = find_units(model, exclude=section.exclude, max_elements=max_elements, **alone)
     compile_engine = CompileEngine(settings, MemoryBudget(section.memory.recompute, section.memory.budget))

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from ort_zero import env, log
 from ort_zero.compat import compiled_backward, torch_compile
-from ort_zero.compile import devices, records, sessions, view_chains
+from ort_zero.compile import devices, sessions, view_chains
 from ort_zero.compile.assembly import Assembled, assemble
 from ort_zero.compile.conversion.fragments import Fragment
 from ort_zero.compile.deferred_logits import DeferringHead, is_head
@@ -23,16 +23,15 @@ from ort_zero.compile.executor import SegmentRunner, program_of
 from ort_zero.compile.head_loss import IN_PYTORCH, Product, Products, fuse_head_and_loss
 from ort_zero.compile.memory import Kept
 from ort_zero.compile.partition import decompositions
-from ort_zero.compile.patterns import keep_gradients_of_eager, replace_compositions
-from ort_zero.compile.plan import Segment, make_plan
-from ort_zero.compile.settings import Settings
+from ort_zero.compile.patterns import replace_compositions, traced_otherwise
+from ort_zero.compile.plan import Plan, Segment, make_plan
+from ort_zero.compile.records import graph_record
 from ort_zero.compile.sizes import SymbolReader
-from ort_zero.compile.trial import Trial
 from ort_zero.errors import ExportError
+from ort_zero.placement.agreement import agreement
+from ort_zero.placement.trial import Trial
 from ort_zero.statistics.collect import graph_passes
-from ort_zero.units.agreement import agreement
 from ort_zero.units.module_paths import is_below
-from ort_zero.units.recompilations import Recompilations
 from ort_zero.units.result_groups import compile_parts, divided
 from ort_zero.units.unit_forward import IN_GRAPH
 from ort_zero.utils.atomic_write import write_bytes
@@ -41,40 +40,32 @@ Compiled = Callable[..., Any]
 
 
 class Compiler:
-    """Compiles the graphs of one model; Dynamo calls it once for each graph.
+    """Compiles the graphs of one class of units; Dynamo calls it once for each graph.
 
     Args:
-        settings: how the model runs.
-        record: gets what was compiled; None for a record of its own.
+        engine: the :class:`~ort_zero.compile.engine.CompileEngine` of the model, which gets what was compiled.
+        unit: name of the compiled module's class; empty for a function that the script compiles itself.
         exclude: paths of submodules, from the compiled module on, that stay in PyTorch.
-        unit: name of the compiled module's class.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        record: records.ModelRecord | None = None,
-        exclude: Sequence[str] = (),
-        unit: str = "",
-    ):
-        self.settings = settings
-        self._unit = unit
-        self._exclude = tuple(exclude)
-        self.record = record if record is not None else records.ModelRecord()
-        self._agreement = agreement()
+    def __init__(self, engine: Any, unit: str, exclude: tuple[str, ...]):
+        self.engine, self.settings = engine, engine.settings
+        self._unit, self._exclude = unit, exclude
         self._products: dict[Any, Products] = {}
-        self.recompilations = Recompilations(unit or "the compiled function")
-        self.record.recompilations.append(self.recompilations)
+        self.recompilations = engine.recompilations_of(unit)
 
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Compiled:
         """Return the compiled form of a graph of Dynamo."""
-        self.record.dynamo_graphs += 1
+        self.engine.dynamo_graphs += 1
         if self._unit and compiled_backward.names_missing_gradients():
             raise ExportError("an autograd.Function in it tells missing gradients from zeros (set_materialize_grads)")
         reason = self.recompilations.note_graph()
         graph_passes.follow_gradients(module)
         replace_compositions(module)
-        keep_gradients_of_eager(module)
+        if name := traced_otherwise(module):
+            if self._unit:
+                raise ExportError(f"the gradient of {name} is another one in a trace than in eager PyTorch")
+            return module
         fuse_head_and_loss(module, self.products_of, self.settings.loss_devices)
         try:
             parts = divided(module) if torch.is_grad_enabled() else None
@@ -88,12 +79,12 @@ class Compiler:
 
     def _through_aot(self, module: GraphModule, example_inputs: Sequence[Any], reason: str | None) -> Compiled:
         """Compile a graph of Dynamo, or a part of one, by AOTAutograd's graphs of its forward and its backward."""
-        kept = self.record.memory.new_graph(self._unit)
+        kept = self.engine.memory.new_graph(self._unit)
         returned: list[int] = []
 
         def divide(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
             returned.append(options["num_fwd_outputs"])
-            return self.record.memory.divide(kept, joint, inputs, **options)
+            return self.engine.memory.divide(kept, joint, inputs, **options)
 
         compiler = torch_compile.aot_autograd(
             fw_compiler=lambda graph, inputs: self._compile(graph, "forward", reason, kept, returned[-1]),
@@ -104,14 +95,14 @@ class Compiler:
         )
         compiled = compiler(module, example_inputs)
         weakref.finalize(compiled, list(self._products.values()).clear)  # holds them as long as the graph lives
-        return _with_gradients_of_pytorch(compiled)
+        return _with_gradients_of_pytorch(compiled, self.engine)
 
     def forward_of(self, unit: nn.Module, compiled: Compiled) -> Compiled:
         """Return the compiled forward of a unit; of a head, one that leaves the logits to the loss."""
         where = self.settings.loss_devices
         if not where or not is_head(unit):
             return compiled
-        return DeferringHead(compiled, self.products_of, self.record.note_loss, where)
+        return DeferringHead(compiled, self.products_of, self.engine.note_loss, where)
 
     def products_of(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Products:
         """Return functions for the three products of a head and its loss, each checked and placed like a segment.
@@ -149,32 +140,26 @@ class Compiler:
         returned: int | None = None,
     ) -> Compiled:
         """Compile a graph for one direction; `returned` is the number of results for the user, None for all."""
-        if direction == "forward":
-            torch_compile.allow_second_backwards()
-        elif direction == "inference":
-            graph_passes.remove_pass_throughs(module.graph)
-        for node in module.graph.find_nodes(op="get_attr"):  # torch 2.6 notes no value of constants
-            node.meta.setdefault("val", operator.attrgetter(str(node.target))(module))
-        view_chains.shorten(module.graph)
-        device = _device_of(module)
+        _prepare(module, direction)
         symbols = SymbolReader([node for node in module.graph.nodes if node.op == "placeholder"])
+        plan, runners = self._planned(module, _device_of(module), symbols)
+        graph = graph_record(plan, runners, direction, self._unit, reason)
+        self.engine.add(graph)
+        log.get_logger().log(log.DEVINFO, "%s, graph %d, %s", self._unit, self.recompilations.graphs, graph.text())
+        return self._counted(program_of(module, plan, runners, symbols, returned), direction, kept)
+
+    def _planned(
+        self, module: GraphModule, device: torch.device | None, symbols: SymbolReader
+    ) -> tuple[Plan, list[SegmentRunner]]:
+        """Return the plan of a graph and what runs its segments; PyTorch runs those that get no session."""
         widen = device is not None and devices.computes_in_float32(device)
-
-        def supports(node: torch.fx.Node, fragment: Fragment) -> str | None:
-            if device is None or devices.provider_of(device) is None:
-                return f"ONNX Runtime has no provider for {device}"
-            if _devices_of((node, *node.all_input_nodes)) - {device}:
-                return f"a tensor that is not on {device}"
-            if not all(symbols.knows(expression) for expression in fragment.sizes.values()):
-                return "a size that the inputs of the graph do not tell"
-            return devices.unsupported(fragment, device)
-
         refused: dict[torch.fx.Node, str] = {}
 
         def refusal(node: torch.fx.Node) -> str | None:
             return "excluded" if self._exclude and is_below(node, self._exclude) else refused.get(node)
 
         while True:
+            supports = functools.partial(_unsupported, device=device, symbols=symbols)
             plan = make_plan(module.graph, widen=widen, supports=supports, refusal=refusal)
             runners, before = [], len(refused)
             for segment in plan.steps:
@@ -184,15 +169,14 @@ class Compiler:
                     except Exception as error:  # ONNX Runtime's exceptions have no public base class
                         refused.update(dict.fromkeys(segment.nodes, f"no session: {' '.join(str(error).split())}"))
             if len(refused) == before:
-                break
-        program = program_of(module, plan, runners, symbols, returned)
-        graph = records.graph_record(plan, runners, direction, self._unit, reason)
-        self.record.add(graph)
-        log.get_logger().log(log.DEVINFO, "%s, graph %d, %s", self._unit, self.recompilations.graphs, graph.text())
-        note_run = self.record.note_run
+                return plan, runners
+
+    def _counted(self, program: Compiled, direction: str, kept: Kept | None) -> Compiled:
+        """Return the compiled form of a graph for AOTAutograd, which counts its runs and marks its errors."""
+        runs = self.engine.runs
 
         def run(arguments: list[Any]) -> Any:
-            note_run(direction)
+            runs[direction] += 1
             if kept is not None and not torch_compile.in_backward():
                 kept.forwards += 1
             try:
@@ -215,28 +199,52 @@ class Compiler:
             folder = Path(self.settings.save_onnx)
             folder.mkdir(parents=True, exist_ok=True)
             write_bytes(folder / f"{session.key}.onnx", session.serialized)
-        return SegmentRunner(
-            segment, assembled, session, trial, self._agreement, symbols, self.settings.reproducer_folder
-        )
+        return SegmentRunner(segment, assembled, session, trial, agreement(), symbols, self.settings.reproducer_folder)
 
 
 _trials: dict[tuple[str, str, str], Trial] = {}
 """The trial of each unique segment of this process."""
 
 
-def _with_gradients_of_pytorch(compiled: Compiled) -> Compiled:
+def _with_gradients_of_pytorch(compiled: Compiled, engine: Any) -> Compiled:
     """Return a compiled graph whose backward has a gradient exactly where PyTorch's has one."""
     is_prepared = False
 
     @functools.wraps(compiled)
     def run(*arguments: Any) -> Any:
         nonlocal is_prepared
+        if torch.is_grad_enabled():
+            engine.end_step()
         results = compiled(*arguments)
         if (not is_prepared or compiled_backward.running.before is not None) and torch.is_grad_enabled():
             is_prepared = compiled_backward.prepare_backward(results) or is_prepared
         return results
 
     return run
+
+
+def _prepare(module: GraphModule, direction: str) -> None:
+    """Simplify a graph of AOTAutograd, and note what torch leaves out."""
+    if direction == "forward":
+        torch_compile.allow_second_backwards()
+    elif direction == "inference":
+        graph_passes.remove_pass_throughs(module.graph)
+    for node in module.graph.find_nodes(op="get_attr"):  # torch 2.6 notes no value of constants
+        node.meta.setdefault("val", operator.attrgetter(str(node.target))(module))
+    view_chains.shorten(module.graph)
+
+
+def _unsupported(
+    node: torch.fx.Node, fragment: Fragment, device: torch.device | None, symbols: SymbolReader
+) -> str | None:
+    """Return why the device's provider cannot run a fragment, or None."""
+    if device is None or devices.provider_of(device) is None:
+        return f"ONNX Runtime has no provider for {device}"
+    if _devices_of((node, *node.all_input_nodes)) - {device}:
+        return f"a tensor that is not on {device}"
+    if not all(symbols.knows(expression) for expression in fragment.sizes.values()):
+        return "a size that the inputs of the graph do not tell"
+    return devices.unsupported(fragment, device)
 
 
 def _device_of(module: GraphModule) -> torch.device | None:

@@ -1,8 +1,9 @@
-"""Run the units of a model by graphs of AOTAutograd, as :class:`ort_zero.units.interface.Engine`."""
+"""Run the units of a model by graphs of AOTAutograd, as :class:`ort_zero.units.engine.Engine`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -13,15 +14,20 @@ from ort_zero.compile import sessions
 from ort_zero.compile.deferred_logits import is_head
 from ort_zero.compile.dynamo_backend import Compiler
 from ort_zero.compile.memory import MemoryBudget
-from ort_zero.compile.records import ModelRecord
+from ort_zero.compile.records import GraphRecord, SegmentRecord
 from ort_zero.compile.settings import Settings
-from ort_zero.units import explain
+from ort_zero.units.engine import Engine
 
-_MIN_SHARE = 0.5
-"""Share of floating-point operations in ONNX Runtime below which a warning says so."""
+_LITTLE = 0.5
+"""Share of a model's floating-point operations in ONNX Runtime below which a warning says so."""
+_MIN_SHARE = 0.1
+"""Share of a unit's operations in ONNX Runtime below which Dynamo's and AOTAutograd's time is not worth it."""
+_MIN_GAIN = 4e-4
+"""Seconds that Dynamo's guards, AOTAutograd's code and calls of operators from Python take in a forward and a backward
+of a unit: 0.25 to 0.5 ms in layers of five architectures that are too small for any other time."""
 
 
-class CompileEngine:
+class CompileEngine(Engine[GraphRecord]):
     """Runs the units of one model.
 
     Args:
@@ -31,57 +37,130 @@ class CompileEngine:
 
     name = "compile"
     graph_node = GRAPH_NODE
-    slowdown = 1.0
 
     def __init__(self, settings: Settings, memory: MemoryBudget | None = None):
-        self._settings = settings
-        self.record = ModelRecord(memory=memory or MemoryBudget())
+        super().__init__()
+        self.settings = settings
+        self.memory = memory or MemoryBudget()
         self.compiles_evaluations = settings.place == "ort"
+        self.losses = 0
+        """Number of losses that were computed without all logits, outside of graphs."""
 
-    def compiler(self, unit_class: str, exclude: tuple[str, ...]) -> Compiler:
-        """Return a new compiler for a class of units."""
-        return Compiler(self._settings, self.record, exclude, unit_class)
+    def compiler(self, unit_class: str = "", exclude: tuple[str, ...] = ()) -> Compiler:
+        """Return a new compiler for a class of units, or for a function that the script compiles itself."""
+        return Compiler(self, unit_class, exclude)
+
+    def note_loss(self) -> None:
+        """Count a loss that was computed without all logits."""
+        self.losses += 1
 
     def timed_keys(self, unit: nn.Module, unit_class: str) -> list[str] | None:
         """Return the keys of the placed segments of a unit's class; None if it is not to be timed."""
         # the loss that a head makes cheaper is not in the head's own time
-        return None if is_head(unit) else self.record.placed_segments(unit_class)
+        return None if is_head(unit) else self.placed_segments(unit_class)
+
+    def placed_segments(self, unit_class: str) -> list[str] | None:
+        """Return the keys of the placed segments of a class of units; None if its units may not go back to PyTorch.
+
+        They may not while segments are to be timed, or if segments never are. With recomputation they never may, since
+        PyTorch's own forward keeps all for its backward.
+        """
+        trials = [segment.trial for graph in self._graphs_to_place(unit_class) for segment in graph.segments]
+        are_placed = all(trial.runner is not None and trial.place == "measured" for trial in trials)
+        if not self._graphs_to_place(unit_class) or not are_placed or self.memory.recompute != "off":
+            return None
+        return [trial.key for trial in trials]
 
     def goes_to_torch(self, unit: nn.Module, unit_class: str) -> bool:
-        """Return True if ONNX Runtime runs or saves too little of a unit."""
-        return not is_head(unit) and self.record.goes_to_torch(unit_class)
+        """Return True if ONNX Runtime runs or saves too little of a unit; once True, the answer stays True."""
+        if is_head(unit):
+            return False
+        reason = self._why_in_torch(unit_class)
+        if reason is not None:
+            self.leave_to_torch(unit_class, reason)
+        return unit_class in self.units_in_torch
 
-    def end_first_step(self, status: Callable[[], dict[str, Any]]) -> bool:
-        """Write what a command asks, choose what forwards keep, and warn if ONNX Runtime runs little of the model."""
-        memory = self.record.memory
-        explain.plan_if_asked(lambda budgets: [memory.plan(budget) for budget in budgets])
-        chosen = self.record.memory.is_open and self.record.memory.choose()
-        share = self.record.flop_share()
-        if share is not None and share < _MIN_SHARE and self._settings.place == "ort":
+    def _why_in_torch(self, unit_class: str) -> str | None:
+        """Return why ONNX Runtime does or saves too little of a class of units; None if not, or not placed yet."""
+        if self.placed_segments(unit_class) is None:
+            return None
+        graphs = self._graphs_to_place(unit_class)
+        in_ort = [segment for graph in graphs for segment in graph.segments if segment.in_ort]
+        gains = [segment.trial.gain for segment in in_ort if segment.trial.gain is not None]
+        cost = _MIN_GAIN * sum(graph.direction != "backward" for graph in graphs)
+        if len(gains) == len(in_ort) and sum(gains) < cost:
+            return f"ONNX Runtime saves {1e3 * sum(gains):.2f} ms, less than the {1e3 * cost:.2f} ms of compiled code"
+        flops, total = sum(segment.flops for segment in in_ort), sum(graph.flops for graph in graphs)
+        if flops <= _MIN_SHARE * total:
+            return f"it is faster for {100 * (1 - flops / max(1, total)):.0f} % of the operations"
+        return None
+
+    def _graphs_to_place(self, unit_class: str) -> list[GraphRecord]:
+        return [graph for graph in self.graphs_of(unit_class) if graph.direction != "loss"]
+
+    def after_first_step(self, module: str) -> bool:
+        """Choose what forwards keep, and warn if ONNX Runtime runs little of the model."""
+        share = self.flop_share()
+        if share is not None and share < _LITTLE and self.settings.place == "ort":
             log.get_logger().warning(
                 "ONNX Runtime runs %.0f %% of the floating-point operations of %s; ort-zero explain says why",
                 100 * share,
-                status()["module"],
+                module,
             )
-        return chosen
+        return self.memory.is_open and self.memory.choose()
 
-    def is_settled(self, units_are_settled: bool) -> bool:
-        """Return True once each segment, and each unit that is timed, has the runtime that runs it from now on."""
-        times_units = self._settings.place == "measured" and self.record.memory.recompute == "off"
-        return self.record.is_placed and (units_are_settled or not times_units)
-
-    def status(self, units_are_settled: bool) -> dict[str, Any]:
-        """Return the engine's own keys of the model's entry in ``ort_zero.status()``."""
-        compiled = self.record.as_dict()
-        in_ort = compiled["segments"] - compiled["segments_in_torch"]
-        return {
-            "backend": "onnxruntime" if in_ort else "torch" if self.record.graphs else "not called yet",
-            "sessions": sessions.count(),
-            "in_torch": compiled.pop("reasons"),
-            "compiled": {**compiled, "settled": self.is_settled(units_are_settled)},
-            "memory": [self.record.memory.as_dict()],
-        }
+    def memory_plans(self, budgets: Sequence[str]) -> list[dict[str, Any]]:
+        """Return what each budget would have the units compute again."""
+        return [self.memory.plan(budget) for budget in budgets]
 
     def memory_summary(self) -> Sequence[tuple[str, str]]:
         """Return what forwards keep for backwards, once the budget is chosen."""
-        return self.record.memory.summary()
+        return self.memory.summary()
+
+    def flop_share(self) -> float | None:
+        """Return the share of floating-point operations that ONNX Runtime runs, of one run of each graph."""
+        total = sum(graph.flops for graph in self.graphs)
+        return sum(segment.flops for segment in self._segments_in_ort()) / total if total else None
+
+    def _segments_in_ort(self) -> list[SegmentRecord]:
+        running = (g for g in self.graphs if g.direction == "loss" or g.unit not in self.units_in_torch)
+        return [segment for graph in running for segment in graph.segments if segment.in_ort]
+
+    def is_settled(self, units_are_settled: bool) -> bool:
+        """Return True once each segment, and each unit that is timed, has the runtime that runs it from now on."""
+        trials = [segment.trial for graph in self.graphs for segment in graph.segments]
+        is_placed = bool(self.graphs) and all(trial.runner is not None for trial in trials)
+        if self.is_stale or self.memory.is_open:
+            return False
+        times_units = self.settings.place == "measured" and self.memory.recompute == "off"
+        return is_placed and (units_are_settled or not times_units)
+
+    def status(self, units_are_settled: bool) -> dict[str, Any]:
+        """Return the engine's own keys of the model's entry in ``ort_zero.status()``."""
+        compiled = self.as_dict()
+        in_ort = compiled["segments"] - compiled["segments_in_torch"]
+        return {
+            "backend": "onnxruntime" if in_ort else "torch" if self.graphs else "not called yet",
+            "sessions": sessions.count(),
+            "in_torch": compiled.pop("reasons"),
+            "compiled": {**compiled, "settled": self.is_settled(units_are_settled)},
+            "memory": [self.memory.as_dict()],
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record as plain values."""
+        segments = [segment for graph in self.graphs for segment in graph.segments]
+        trials = {id(segment.trial): segment.trial for segment in segments}.values()
+        return {
+            **self.figures(),
+            "losses_in_chunks": self.losses,
+            "segments": len(segments),
+            "segments_in_torch": len(segments) - len(self._segments_in_ort()),
+            "runs": sum(trial.runs for trial in trials),
+            "checked_runs": sum(trial.checks for trial in trials),
+            "check_seconds": sum(trial.check_seconds for trial in trials),
+            "flop_share": self.flop_share(),
+            "in_torch": dict(sum((graph.in_torch for graph in self.graphs), Counter())),
+            "reasons": {name: why for graph in self.graphs for name, why in graph.reasons.items()},
+            "failed": {s.trial.key: s.trial.reason for s in segments if s.trial.failed},
+        }

@@ -1,10 +1,9 @@
-"""Replace calls of Dynamo's graphs by operators that both runtimes have, or that have eager PyTorch's gradient."""
+"""Replace calls of Dynamo's graphs by operators that both runtimes have, and find those that no trace can have."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch.fx import GraphModule, symbolic_trace
@@ -39,59 +38,15 @@ def replace_compositions(module: GraphModule) -> int:
     )
 
 
-_AS_EAGER: dict[str, Callable[..., torch.Tensor]] = {
-    "hardshrink": torch.hardshrink,
-    "prod": lambda x, dim=None, keepdim=False: x.prod() if dim is None else x.prod(int(dim), bool(keepdim)),
-}
-"""Functions whose gradient a trace writes in another way than eager PyTorch computes it. A product's
-gradient depends on the number of zeros, the gradient of ``hardshrink`` on the place of NaN."""
+_TRACED_OTHERWISE = frozenset({"hardshrink", "prod"})
+"""Functions whose gradient a trace writes in another way than eager PyTorch computes it. A product's gradient depends
+on the number of zeros, the gradient of ``hardshrink`` on the place of NaN."""
 
 
-@torch.library.custom_op("ort_zero::as_eager", mutates_args=())
-def _as_eager(x: torch.Tensor, name: str, numbers: Sequence[float]) -> torch.Tensor:
-    return _AS_EAGER[name](x, *numbers)
-
-
-@_as_eager.register_fake
-def _(x: torch.Tensor, name: str, numbers: Sequence[float]) -> torch.Tensor:
-    return _AS_EAGER[name](x, *numbers)
-
-
-# not a custom_op: those disable autograd within
-torch.library.define("ort_zero::eager_gradient", "(Tensor gradient, Tensor x, str name, float[] numbers) -> Tensor")
-_eager_gradient = torch.ops.ort_zero.eager_gradient.default
-
-
-@torch.library.impl("ort_zero::eager_gradient", "default")
-def _(gradient: torch.Tensor, x: torch.Tensor, name: str, numbers: Sequence[float]) -> torch.Tensor:
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_()
-        return torch.autograd.grad(_AS_EAGER[name](leaf, *numbers), leaf, gradient)[0]
-
-
-@torch.library.register_fake("ort_zero::eager_gradient")
-def _(gradient: torch.Tensor, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-def _keep_inputs(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
-    ctx.arguments = inputs[1:]
-
-
-_as_eager.register_autograd(
-    lambda context, gradient: (_eager_gradient(gradient, *context.saved_tensors, *context.arguments), None, None),
-    setup_context=_keep_inputs,
-)
-
-
-def keep_gradients_of_eager(module: GraphModule) -> None:
-    """Replace the calls of a graph of Dynamo whose gradients a trace writes in another way than eager PyTorch."""
+def traced_otherwise(module: GraphModule) -> str | None:
+    """Return a function of a graph of Dynamo whose gradient a trace writes in another way; None if there is none."""
     for node in module.graph.nodes:
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-        result = node.meta.get("example_value")
-        is_plain = node.args and not node.kwargs.keys() - {"dim", "keepdim", "lambd"}
-        if name in _AS_EAGER and is_plain and getattr(result, "requires_grad", False):
-            numbers = [float(each) for each in (*node.args[1:], *(node.kwargs[key] for key in sorted(node.kwargs)))]
-            node.op, node.target = "call_function", _as_eager
-            node.args, node.kwargs = (node.args[0], name, numbers), {}
+        if name in _TRACED_OTHERWISE and getattr(node.meta.get("example_value"), "requires_grad", False):
+            return name
+    return None

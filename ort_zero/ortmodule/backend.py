@@ -43,8 +43,8 @@ def run(model: Any, section: config.Config, zero: Mapping[str, Any]) -> UnitsMod
     versions.say_untested(versions.require("ort"))
     from ort_zero.ortmodule import memory
     from ort_zero.ortmodule.engine import OrtEngine
-    from ort_zero.ortmodule.graph_compiler import Settings
     from ort_zero.ortmodule.graphs.rewrites import REWRITES
+    from ort_zero.ortmodule.settings import Settings
     from ort_zero.ortmodule.upstream.building import BuildOptions
     from ort_zero.units.finding import find_units
     from ort_zero.units.installation import install

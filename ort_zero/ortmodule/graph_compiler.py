@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,11 @@ from ort_zero.ortmodule.checking import check
 from ort_zero.ortmodule.function import Halves, OrtGraphFunction, kept_bytes
 from ort_zero.ortmodule.graphs.capture import CapturedGraph, capture
 from ort_zero.ortmodule.graphs.values import Symbols, value_of
-from ort_zero.ortmodule.records import OrtGraphRecord, OrtRecord
-from ort_zero.ortmodule.upstream.building import BuildOptions, build
+from ort_zero.ortmodule.records import OrtGraphRecord
+from ort_zero.ortmodule.upstream.building import build
 from ort_zero.ortmodule.upstream.sessions import Session, SessionError
 from ort_zero.ortmodule.upstream.symbolics import SYMBOLICS
 from ort_zero.units.module_paths import is_below
-from ort_zero.units.recompilations import Recompilations
 from ort_zero.units.result_groups import compile_parts, divided
 from ort_zero.units.unit_forward import IN_GRAPH
 
@@ -36,33 +35,19 @@ _SIZES = 64
 """Number of combinations of sizes whose first run is checked."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """How models run."""
-
-    raises: bool = False
-    """A graph that ONNX Runtime cannot run raises; otherwise PyTorch runs the graph."""
-    times_units: bool = True
-    """Units that are much slower in ONNX Runtime go back to PyTorch."""
-    build: BuildOptions = BuildOptions()
-    recompute: memory.Wanted | None = None
-    """What backwards compute again; None keeps all."""
-
-
 class OrtGraphCompiler:
-    """Compiles the graphs of one class of units; as :class:`ort_zero.units.interface.GraphCompiler`.
+    """Compiles the graphs of one class of units; as :class:`ort_zero.units.engine.GraphCompiler`.
 
     Args:
-        settings: how the model runs.
-        record: gets what was compiled.
-        exclude: paths of submodules, from the unit on, that stay in PyTorch.
+        engine: the :class:`~ort_zero.ortmodule.engine.OrtEngine` of the model, which gets what was compiled.
         unit: name of the units' class.
+        exclude: paths of submodules, from the unit on, that stay in PyTorch.
     """
 
-    def __init__(self, settings: Settings, record: OrtRecord, exclude: Sequence[str] = (), unit: str = ""):
-        self._settings, self._record, self._exclude, self._unit = settings, record, tuple(exclude), unit
-        self.recompilations = Recompilations(unit or "the compiled function")
-        record.recompilations.append(self.recompilations)
+    def __init__(self, engine: Any, unit: str, exclude: tuple[str, ...]):
+        self._engine, self._unit, self._exclude = engine, unit, exclude
+        self._raises = engine.settings.raises
+        self.recompilations = engine.recompilations_of(unit)
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Compiled:
         """Return a function that runs a graph of Dynamo.
@@ -70,7 +55,7 @@ class OrtGraphCompiler:
         Raises:
             ExportError: ONNX Runtime cannot run the graph, and the settings ask for an error.
         """
-        self._record.dynamo_graphs += 1
+        self._engine.dynamo_graphs += 1
         return self._compile(module, example_inputs, self.recompilations.note_graph())
 
     def forward_of(self, unit: nn.Module, compiled: Compiled) -> Compiled:
@@ -90,7 +75,7 @@ class OrtGraphCompiler:
             direction="forward" if torch.is_grad_enabled() else "inference",
             unit=self._unit,
             recompile_reason=reason,
-            number=len(self._record.graphs),
+            number=len(self._engine.graphs),
         )
         try:
             if compiled_backward.names_missing_gradients():
@@ -98,21 +83,21 @@ class OrtGraphCompiler:
             parts = divided(module) if torch.is_grad_enabled() else None
         except ExportError as error:
             statistics.observe_in_graph(module)
-            self._record.add(graph)
-            leave_to_torch(graph, error, self._settings.raises)
+            self._engine.add(graph)
+            leave_to_torch(graph, error, self._raises)
             return module
         if parts is not None:
             return compile_parts(parts, inputs, lambda part, of: self._compile(part, of, reason))
-        self._record.add(graph)
+        self._engine.add(graph)
         is_observed = statistics.observe_in_graph(module)
         with statistics.muted():
             graph.flops = flops_of(module, [value_of(node) for node in module.graph.find_nodes(op="placeholder")])
             try:
                 captured = capture(module, is_observed)
             except Exception as error:  # an operator without a fake kernel raises what it likes
-                leave_to_torch(graph, error, self._settings.raises)
+                leave_to_torch(graph, error, self._raises)
                 return module
-        return OrtGraph(captured, graph, self._record, self._settings)
+        return OrtGraph(captured, graph, self._engine)
 
 
 def _apart(module: fx.GraphModule, excluded: set[fx.Node]) -> fx.GraphModule:
@@ -151,24 +136,25 @@ class OrtGraph:
     Args:
         captured: the graph.
         graph: the record of the graph.
-        record: counts the runs.
-        settings: how to build.
+        engine: counts the runs.
     """
 
-    def __init__(self, captured: CapturedGraph, graph: OrtGraphRecord, record: OrtRecord, settings: Settings):
-        self._captured, self._graph, self._record, self._settings = captured, graph, record, settings
+    def __init__(self, captured: CapturedGraph, graph: OrtGraphRecord, engine: Any):
+        self._captured, self._graph, self._engine, self._settings = captured, graph, engine, engine.settings
         self._checked: set[Symbols] = set()
         self._is_checking = False
 
     def __call__(self, *arguments: Any) -> Sequence[Any]:
         """Return the results of the graph."""
         captured, graph = self._captured, self._graph
+        if captured.is_training:
+            self._engine.end_step()
         if graph.reason is None and len(self._checked) < _SIZES:
             symbols = captured.sizes.symbols(arguments)
             if symbols not in self._checked:
                 self._prepare(arguments)
                 self._checked.add(symbols)
-        self._record.note_run("forward" if captured.is_training else "inference")
+        self._engine.runs["forward" if captured.is_training else "inference"] += 1
         if graph.reason is not None:
             return captured.original(*arguments)
         state = torch.get_rng_state() if captured.draws.fakes() else None
@@ -250,4 +236,4 @@ class OrtGraph:
 
     def _note_backward(self) -> None:
         if not self._is_checking:
-            self._record.note_run("backward")
+            self._engine.runs["backward"] += 1

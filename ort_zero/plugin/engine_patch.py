@@ -61,7 +61,7 @@ def _engine_init(original):
 
         installation.connect(runtime, self)
         _note(self)
-        statistics.note_onnxruntime(self.module)
+        statistics.note_onnxruntime(self.module, runtime)
         from ort_zero.compat import torch_compile  # not with DeepSpeed: it imports torch's compiler
 
         torch_compile.while_converting[:] = [compile_progress.shown]
@@ -230,7 +230,7 @@ def _step(original):
         metrics.after_step_of(self)
         running = self.__dict__.get("ort_zero_runtime", lambda: None)()
         if running is not None:
-            running.after_step()
+            running.engine.end_step()
         return result
 
     return step

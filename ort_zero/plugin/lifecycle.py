@@ -17,11 +17,15 @@ from typing import Any
 
 from ort_zero import env
 from ort_zero.backends import loading, registry
+from ort_zero.plugin import explained_script
 
 _ACCELERATES_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _HOOKED_MODULE = "deepspeed.runtime.engine"
 _state: dict[str, Any] = {"armed": False, "auto_error": None, "bare": False}
 """Whether the import hooks are armed; why the plugin could not be enabled; whether to prepare bare ORTModules."""
+
+
+registry.after_step.append(explained_script.end_if_asked)
 
 
 class _WaitForImports:

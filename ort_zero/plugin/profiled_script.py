@@ -93,7 +93,7 @@ def measure_model(runtime: Any) -> None:
     runtime.module.register_forward_pre_hook(
         lambda called, args: active.call(called, called.training and torch.is_grad_enabled())
     )
-    runtime.call = named_range(named_ranges.FORWARD)(runtime.call)
+    runtime.module.forward = named_range(named_ranges.FORWARD)(runtime.module.forward)
 
 
 @functools.cache

@@ -6,16 +6,40 @@ from collections import Counter
 from typing import Any
 
 from ort_zero import config, log
+from ort_zero.backends import registry
+from ort_zero.compat.torch_modules import modules_of
 
 _collecting: Counter[str | None] = Counter()
 """Number of models that collect statistics, by the output folder in the section."""
 
 
-def note_onnxruntime(module: Any) -> None:
-    """Note that ONNX Runtime runs units of a module whose own forward PyTorch calls."""
+def note_onnxruntime(module: Any, running: Any) -> None:
+    """Note that ONNX Runtime runs units of a module whose own forward PyTorch calls, and trace hooks added later."""
+    from ort_zero.statistics.collect import subscribed_model
     from ort_zero.statistics.collect.subscriber_manager import remember
 
     remember(module, backend="onnxruntime")
+    if _trace_hooks not in subscribed_model.hooks_changed:
+        subscribed_model.hooks_changed.append(_trace_hooks)
+    if subscribed_model.subscribed_models_in(module):
+        _mark(running)
+
+
+def _trace_hooks(root: Any) -> None:
+    """Have Dynamo trace the units of a module anew, whose hooks were added or removed."""
+    parts = set(map(id, modules_of(root)))
+    for running in registry.runtimes():
+        if not parts.isdisjoint(map(id, running.unit_modules())):
+            _mark(running)
+            running.compile_again()
+
+
+def _mark(running: Any) -> None:
+    """Mark the units of a model, so that Dynamo captures the hooks of statistics in them."""
+    from ort_zero.statistics.collect.graph_capture import mark_places
+
+    for unit in running.unit_modules():
+        mark_places(unit)
 
 
 def collect(model: Any, section: config.StatisticsConfig) -> Any:

@@ -82,7 +82,7 @@ def announce(section: config.Config, module: Any, runtime: Any | None, in_engine
     if status is not None and _unsettled.pop(runtime, False):
         logger.info("it is settled what runs where, of %s: %s", status["module"], _share(status))
         return
-    plans: Sequence[tuple[str, str]] = runtime.memory_summary() if runtime is not None else ()
+    plans: Sequence[tuple[str, str]] = runtime.engine.memory_summary() if runtime is not None else ()
     if status is None:
         title = f"{type(module).__name__} runs in PyTorch, as the section says"
     elif status["fallback_reason"]:

@@ -49,7 +49,7 @@ def wrap(model: Any, **section: Any) -> Any:
         glibc.keep_freed_memory()  # for the next step
     if engine != "torch":
         running = loading.load(engine).run(model, profiled_script.without_fallback(options), {})
-        statistics.note_onnxruntime(model)
+        statistics.note_onnxruntime(model, running)
         torch_compile.while_converting[:] = [compile_progress.shown]
         running.announce = lambda ready: summary.announce(options, ready.module, ready, in_engine=False)
         profiled_script.measure_model(running)

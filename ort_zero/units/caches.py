@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ort_zero.compat.torch_modules import modules_of
-from ort_zero.units.unit_forward import Replacement, replace_forward
+from ort_zero.units.unit_forward import UnitRunner, replace_forward
 
 
 def leave_out_caches(model: nn.Module) -> None:
@@ -27,7 +27,7 @@ def leave_out_caches(model: nn.Module) -> None:
                 return
 
 
-class _WithoutCache(Replacement):
+class _WithoutCache(UnitRunner):
     """Calls a module without its cache in training."""
 
     def compile(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -59,8 +59,7 @@ def find_units(
             return
         prefix = f"{path}." if path else ""
         is_whole = id(module) in apart or not any(id(below) in apart for below in modules_of(module))
-        # Dynamo leaves a whole forward to Python that calls a recurrent layer
-        is_whole = is_whole and not any(isinstance(below, nn.RNNBase) for below in modules_of(module))
+        is_whole = is_whole and not any(map(_is_left_to_python, modules_of(module)))
         is_callable = isinstance(module, nn.Sequential) or not isinstance(module, _CONTAINERS)
         fits = max_elements is None or elements_of(module) <= max_elements
         if is_whole and is_callable and (fits or not any(multiplies(child) for _, child in _children(module))):
@@ -97,6 +96,12 @@ def multiplies(module: nn.Module, below: bool = True) -> bool:
         for parameter in each._parameters.values()
         if parameter is not None and not is_lazy(parameter)
     )
+
+
+def _is_left_to_python(module: nn.Module) -> bool:
+    """Return True for a recurrent layer, whose callers Dynamo does not trace, and for parameters without sizes yet."""
+    is_unfinished = any(parameter is not None and is_lazy(parameter) for parameter in module._parameters.values())
+    return isinstance(module, nn.RNNBase) or is_unfinished
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:

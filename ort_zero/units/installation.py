@@ -10,13 +10,13 @@ from torch import nn
 from ort_zero.backends import registry
 from ort_zero.compat import deepspeed, deepspeed_gradient_order, deepspeed_units
 from ort_zero.compat.torch_modules import modules_of
+from ort_zero.units.engine import Engine
 from ort_zero.units.finding import Unit
-from ort_zero.units.interface import Engine
 from ort_zero.units.running_model import UnitsModel
 from ort_zero.units.unit_forward import restore_forward
 
 
-def install(model: nn.Module, engine: Engine, units: Sequence[Unit], stage: int, raises: bool) -> UnitsModel:
+def install(model: nn.Module, engine: Engine[Any], units: Sequence[Unit], stage: int, raises: bool) -> UnitsModel:
     """Have an engine run units of a model, in place; under ZeRO-3 DeepSpeed gathers the weights of each unit together.
 
     Args:

@@ -23,8 +23,7 @@ _TENSORS: tuple[tuple[str, str], ...] = (
     (r"expected type of '(.+)' to be a tensor type, ' but found <class '([\w.]+)'>", r"\1 is \2, was a tensor"),
     (r"GLOBAL_STATE changed: (.*\S)", r"torch's setting changed: \1"),
 )
-"""Patterns of Dynamo's messages about tensors (torch 2.6 to 2.15), and our words for each."""
-_CONSTANTS = {id(value): repr(value) for value in (True, False, None)}
+"""Patterns of Dynamo's messages about tensors (torch 2.7 to 2.15), and our words for each."""
 _WAYS_OUT: tuple[tuple[str, str], ...] = (
     (r"^size ", "pad batches to one size, or to few"),
     (r" requires (a|no) gradient| torch's setting", "evaluate and train in turns, not in every step"),
@@ -54,8 +53,6 @@ def _change(guard: str, evaluate: Callable[[str], str | None]) -> str:
             return match.expand(words)
     if match := re.match(r"(.+) (==|is) (.+)$", guard.removeprefix("not ")):
         name, before = match[1], match[3]
-    elif match := re.match(r"___check_obj_id\((.+), (\d+)\)", guard):  # torch 2.6, of True and False
-        name, before = match[1], _CONSTANTS.get(int(match[2]), "another object")
     elif match := re.match(r"___check_type_id\((.+), \d+\), type=<class '(.+)'>", guard):
         name, before = match[1], match[2]
     else:

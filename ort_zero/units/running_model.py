@@ -10,19 +10,17 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ort_zero import log
+from ort_zero.backends import registry
 from ort_zero.compat import torch_compile
 from ort_zero.compat.torch_modules import modules_of, named_modules_of
 from ort_zero.errors import ExportError
-from ort_zero.statistics.collect import subscribed_model
-from ort_zero.statistics.collect.graph_capture import mark_places
-from ort_zero.units import explain
-from ort_zero.units.agreement import Runner, agreement
+from ort_zero.placement.agreement import Runner, agreement
+from ort_zero.placement.unit_trial import UnitTrial, trial_key
 from ort_zero.units.caches import leave_out_caches
 from ort_zero.units.class_forward import ClassForward
+from ort_zero.units.engine import Engine, GraphCompiler
 from ort_zero.units.finding import Unit, multiplies
-from ort_zero.units.interface import Engine, GraphCompiler
-from ort_zero.units.unit_forward import Replacement, UnitForward, is_compiled, replace_forward, restore_forward
-from ort_zero.units.unit_trial import UnitTrial, trial_key
+from ort_zero.units.unit_forward import UnitForward, UnitRunner, is_compiled, replace_forward, restore_forward
 
 _DIFFERENTIATED = "a backward was differentiated (create_graph=True), and compiled graphs have no second derivative"
 
@@ -31,7 +29,7 @@ _models: MutableMapping[nn.Module, UnitsModel] = WeakIdKeyDictionary()
 
 
 class UnitsModel:
-    """A model whose units run in ONNX Runtime; as :class:`ort_zero.backends.interface.RunningModel`.
+    """A model whose units run in ONNX Runtime.
 
     Args:
         module: the user's module.
@@ -41,18 +39,19 @@ class UnitsModel:
         raises: a compilation that fails raises, rather than leaving the unit in PyTorch.
     """
 
-    def __init__(self, module: nn.Module, engine: Engine, units: Sequence[Unit], stage: int, raises: bool):
+    def __init__(self, module: nn.Module, engine: Engine[Any], units: Sequence[Unit], stage: int, raises: bool):
         self._module = weakref.ref(module)
         self.engine = engine
         self._fallback_reason: str | None = None
-        self.announce: Any = None
+        self.announce: Callable[[UnitsModel], None] | None = None
+        """Called with this object after its first step, and once it is settled later where all runs."""
         self.stage = stage
         self._is_announced = False
-        after_step = weakref.WeakMethod(self._after_step)  # Dynamo's graphs hold the record, and may outlive this
-        engine.record.on_step = lambda: (call := after_step()) is None or call()
+        after_step = weakref.WeakMethod(self._after_step)  # Dynamo's graphs hold the engine, and may outlive this
+        engine.on_step = lambda: (call := after_step()) is None or call()
         self.failures: dict[str, str] = {}
         self.raises = raises
-        self.units = [_UnitOfModel(unit) for unit in units]
+        self.units = [RunningUnit(unit) for unit in units]
         self.compiled: dict[Any, tuple[ClassForward, GraphCompiler]] = {}
         self.trials: dict[str, UnitTrial] = {}
         self._seen: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
@@ -60,10 +59,8 @@ class UnitsModel:
             self._seen[each] = True
         leave_out_caches(module)  # before the units: a model that is a unit itself stays compiled
         for unit in self.units:
-            replace_forward(unit.reference(), _ByEngine(self, unit))
+            replace_forward(unit.reference(), EngineRunner(self, unit))
         _models[module] = self
-        if subscribed_model.subscribed_models_in(module):
-            self.mark_units()
 
     @property
     def module(self) -> Any:
@@ -86,7 +83,7 @@ class UnitsModel:
         for _, forward in self._forwards():
             forward.is_suspended = wanted
 
-    def _forwards(self) -> list[tuple[_UnitOfModel, UnitForward]]:
+    def _forwards(self) -> list[tuple[RunningUnit, UnitForward]]:
         """Return the living units whose own forwards are replaced, with the forwards in their place."""
         pairs = [(unit, getattr(unit.reference(), "forward", None)) for unit in self.units]
         return [(unit, forward) for unit, forward in pairs if isinstance(forward, UnitForward)]
@@ -95,49 +92,47 @@ class UnitsModel:
         """Return the units that still live, in the order of ``named_modules``."""
         return [module for unit in self.units if (module := unit.reference()) is not None]
 
-    @property
-    def call(self) -> Callable[..., Any]:
-        """The forward of the user's module."""
-        return self.module.forward
-
-    @call.setter
-    def call(self, function: Callable[..., Any]) -> None:
-        self.module.forward = function
-
-    def mark_units(self) -> None:
-        """Mark the units, so that Dynamo captures the hooks of statistics in them."""
-        for unit in self.unit_modules():
-            mark_places(unit)
-
     def compile_again(self) -> None:
         """Have Dynamo trace the units anew: they have other hooks, or keep less for their backwards."""
         self.compiled.clear()
-        self.engine.record.are_stale = True
+        self.engine.is_stale = True
         for unit in self.units:
             module = unit.reference()
             if module is not None and is_compiled(module):
-                replace_forward(module, _ByEngine(self, unit))
-
-    def after_step(self) -> None:
-        """Note that the engine has made a step."""
-        self.engine.record.end_step()
+                replace_forward(module, EngineRunner(self, unit))
 
     def _after_step(self) -> bool:
         """Announce the model after the first step, and once it is settled where all runs; return whether it is."""
         is_first, self._is_announced = not self._is_announced, True
-        must_compile_again = is_first and self.engine.end_first_step(self.status)
-        is_settled = not must_compile_again and self.engine.is_settled(self._are_settled())
-        explain.end_if_asked(self.engine.record, self.status, is_settled)
+        is_settled = self.engine.is_settled(self._units_are_settled())
+        for call in registry.after_step:
+            call(self, is_settled)
+        must_compile_again = is_first and self.engine.after_first_step(type(self.module).__name__)
         if self.announce is not None and (is_first or is_settled):
             self.announce(self)
         if must_compile_again:
             self.compile_again()
         return is_settled
 
+    def _units_are_settled(self) -> bool:
+        """Return True once it is decided which units go back to PyTorch since they are slower."""
+        return all(forward.is_settled for _, forward in self._forwards() if isinstance(forward.compiled, ClassForward))
+
     def status(self) -> dict[str, Any]:
         """Return the model's entry in ``ort_zero.status()["models"]``, as plain values."""
         units = [(unit.path, module) for unit in self.units if (module := unit.reference()) is not None]
-        failures = {**self._uncaptured(), **self.failures, **self._added()}
+        running = [(unit, forward.compiled) for unit, forward in self._forwards()]
+        compiled = [(unit, of_class) for unit, of_class in running if isinstance(of_class, ClassForward)]
+        captured = {graph.unit for graph in self.engine.graphs}
+        failures = {
+            **{
+                unit.path: "Dynamo captured no graph of it"
+                for unit, of_class in compiled
+                if of_class.has_run and unit.unit_class not in captured
+            },
+            **self.failures,
+            **self._added(),
+        }
         return {
             "module": type(self.module).__name__,
             "engine": self.engine.name,
@@ -147,25 +142,9 @@ class UnitsModel:
             "units": [path for path, unit in units if is_compiled(unit)],
             "unit_classes": [type(unit).__name__ for _, unit in units],
             "failures": failures,
-            "graph_runs": dict(self.engine.record.runs),
-            "graphs": {},
-            "transitions": self.engine.record.transitions(),
-            **self.engine.status(self._are_settled()),
-        }
-
-    def _are_settled(self) -> bool:
-        """Return True once it is decided which units go back to PyTorch since they are slower."""
-        return all(forward.is_settled for _, forward in self._forwards() if isinstance(forward.compiled, ClassForward))
-
-    def _uncaptured(self) -> dict[str, str]:
-        """Return the units that Dynamo has been asked to compile, and of which it captured no graph."""
-        captured = {graph.unit for graph in self.engine.record.graphs}
-        return {
-            unit.path: "Dynamo captured no graph of it"
-            for unit, forward in self._forwards()
-            if isinstance(forward.compiled, ClassForward)
-            and forward.compiled.has_run
-            and unit.unit_class not in captured
+            "graph_runs": dict(self.engine.runs),
+            "transitions": self.engine.transitions(),
+            **self.engine.status(self._units_are_settled()),
         }
 
     def _added(self) -> dict[str, str]:
@@ -177,12 +156,8 @@ class UnitsModel:
             if id(each) not in compiled and each not in self._seen and multiplies(each, below=False)
         }
 
-    def memory_summary(self) -> Sequence[tuple[str, str]]:
-        """Return what forwards keep for backwards, once the budget is chosen."""
-        return self.engine.memory_summary()
 
-
-class _UnitOfModel:
+class RunningUnit:
     """What a model notes of one unit."""
 
     def __init__(self, unit: Unit):
@@ -194,15 +169,17 @@ class _UnitOfModel:
         """Whether PyTorch runs the unit, since the compiled form of the unit was slower."""
 
 
-class _ByEngine(Replacement):
-    """Has the engine of a model run a unit; the model does not hold it, so that both are freed without a collection.
+class EngineRunner(UnitRunner):
+    """Compiles one unit by the engine of a model, and decides when PyTorch runs the unit.
+
+    The model does not hold it, so that both are freed without a collection.
 
     Args:
         model: the model.
         unit: the unit.
     """
 
-    def __init__(self, model: UnitsModel, unit: _UnitOfModel):
+    def __init__(self, model: UnitsModel, unit: RunningUnit):
         self._model, self._unit = model, unit
         self.graph_node = model.engine.graph_node
 
@@ -238,7 +215,7 @@ class _ByEngine(Replacement):
         return self._model.engine.goes_to_torch(unit, self._unit.unit_class)
 
     def gone_to_torch(self) -> None:
-        self._model.engine.record.call_on_step()  # it may be the last unit, and then no graph's run ends the step
+        self._model.engine.call_on_step()  # it may be the last unit, and then no graph's run ends the step
 
     def trial_of(self, unit: nn.Module, inputs: Any) -> UnitTrial | None:
         model = self._model
@@ -252,20 +229,9 @@ class _ByEngine(Replacement):
         if trial.runner is Runner.TORCH:
             self._unit.is_slower = True
             if all(each.is_slower for each in model.units if each.unit_class == self._unit.unit_class):
-                model.engine.record.leave_to_torch(self._unit.unit_class, trial.reason)
+                model.engine.leave_to_torch(self._unit.unit_class, trial.reason)
             elif not trial.is_told:
                 what = f"{self._unit.unit_class} {self._unit.path} and its equals"
                 log.get_logger().info("PyTorch runs %s from now on: %s", what, trial.reason)
             trial.is_told = True
         return trial
-
-
-def _hooks_changed(root: nn.Module) -> None:
-    parts = set(map(id, modules_of(root)))
-    for model in list(_models.values()):
-        if not parts.isdisjoint(map(id, model.unit_modules())):
-            model.mark_units()
-            model.compile_again()
-
-
-subscribed_model.hooks_changed.append(_hooks_changed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import functools
 import inspect
 import types
@@ -11,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ort_zero.compat.deepspeed_parameters import full_size
 from ort_zero.compat.torch_compile import called_module, in_backward, is_dynamos, is_taken_apart, saves_plainly
 from ort_zero.compat.torch_modules import parameters_of
-from ort_zero.units.agreement import Runner
+from ort_zero.placement.agreement import Runner
+from ort_zero.placement.unit_trial import UnitTrial
 from ort_zero.units.second_derivatives import Call
-from ort_zero.units.unit_trial import UnitTrial
 
 _NAME = "forward"
 IN_GRAPH = "raised_in_graph"
@@ -29,15 +27,15 @@ _WATCHED = 64
 """Number of first calls whose backwards are watched for ``create_graph=True``; some penalties come every 16 steps."""
 
 
-class Replacement(abc.ABC):
-    """What runs a unit in place of the unit's own forward; one object may serve many units."""
+class UnitRunner:
+    """Compiles the forward of units, and keeps them compiled; a subclass may decide that PyTorch runs a unit."""
 
     graph_node: str | None = None
     """What the names of the graphs' autograd nodes begin with; None: no backward is watched for ``create_graph``."""
 
-    @abc.abstractmethod
     def compile(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the compiled form of a function of the unit and its arguments; called again for another function."""
+        raise NotImplementedError
 
     def failed(self, error: Exception) -> None:
         """Raise the error of a compilation that failed; a subclass may return, and PyTorch runs the unit."""
@@ -47,14 +45,14 @@ class Replacement(abc.ABC):
         """Return True if PyTorch runs the unit from now on."""
         return False
 
-    def gone_to_torch(self) -> None:  # noqa: B027
+    def gone_to_torch(self) -> None:
         """Note that PyTorch runs a unit from now on."""
 
     def trial_of(self, unit: nn.Module, inputs: Any) -> UnitTrial | None:
         """Return the trial of a call with the unit and its arguments; None for a call that is not to be timed."""
         return None
 
-    def differentiated(self) -> None:  # noqa: B027
+    def differentiated(self) -> None:
         """Note that a backward of the unit is to be differentiated; called only with a :attr:`graph_node`."""
 
 
@@ -67,7 +65,7 @@ class UnitForward:
 
     Args:
         unit: the unit.
-        replacement: compiles the unit's forward, and decides when PyTorch runs the unit.
+        runner: compiles the unit's forward, and decides when PyTorch runs the unit.
         original: the unit's own forward, called with the unit and the arguments.
         compiled: the compiled forward; None compiles `original`.
     """
@@ -75,17 +73,15 @@ class UnitForward:
     def __init__(
         self,
         unit: nn.Module,
-        replacement: Replacement,
+        runner: UnitRunner,
         original: Callable[..., Any],
         compiled: Callable[..., Any] | None = None,
     ):
         self.unit = unit
-        self.replacement = replacement
-        self.compiled: Callable[..., Any] | None = compiled or replacement.compile(unit, original)
+        self.runner = runner
+        self.compiled: Callable[..., Any] | None = compiled or runner.compile(unit, original)
         self.original = original
         self.calls = 0
-        self._may_be_lazy = True
-        """Whether the next call may give parameters their shapes and first values."""
         self.is_suspended = False
         """Whether PyTorch runs the unit for now."""
         self.is_timed = False
@@ -103,24 +99,22 @@ class UnitForward:
         if module is not None and module is not self.unit and vars(module).get(_NAME) is self:
             del vars(module)[_NAME]
             return self._run_plainly(module, args, kwargs)
-        if self._may_be_lazy:
-            self._may_be_lazy = any(map(is_lazy, parameters_of(self.unit)))
-        if self.compiled is None or self.is_suspended or self._may_be_lazy:
+        if self.compiled is None or self.is_suspended:
             return self._run_plainly(self.unit, args, kwargs)
         if not isinstance(self.original, _OwnForward) and type(self.unit).forward is not self.original:
             self.original = type(self.unit).forward
-            self.compiled = self.replacement.compile(self.unit, self.original)
+            self.compiled = self.runner.compile(self.unit, self.original)
         self.calls += 1
         # not in a backward: activation checkpointing must compute again what the forward has computed
         trial = None
         if (self.is_timed or self.calls in _ASKED) and not in_backward():
             trial = self._trial((args, kwargs))
             if self.compiled is None:
-                self.replacement.gone_to_torch()
+                self.runner.gone_to_torch()
                 return self._run_plainly(self.unit, args, kwargs)
-        call, node = None, self.replacement.graph_node
+        call, node = None, self.runner.graph_node
         if self.calls <= _WATCHED and node is not None and torch.is_grad_enabled() and saves_plainly():
-            call = Call(self.unit, self.original, (args, kwargs), self.replacement.differentiated)
+            call = Call(self.unit, self.original, (args, kwargs), self.runner.differentiated)
         try:
             if trial is not None:
                 results, is_compiled = trial.run(self.compiled, self.original, self.unit, args, kwargs)
@@ -137,7 +131,7 @@ class UnitForward:
         results = self._run_plainly(self.unit, args, kwargs)
         if any(parameter.numel() < full_size(parameter) for parameter in parameters_of(self.unit)):
             return results  # a call outside of the engine's forward; the next one within it is compiled
-        self.replacement.failed(failure)
+        self.runner.failed(failure)
         self.compiled = None
         return results
 
@@ -152,12 +146,12 @@ class UnitForward:
         if getattr(self.compiled, "must_stay_compiled", False):
             self.is_settled = True
             return None
-        if self.calls in _ASKED and self.replacement.goes_to_torch(self.unit):
+        if self.calls in _ASKED and self.runner.goes_to_torch(self.unit):
             self.compiled = None
             return None
         if not torch.is_grad_enabled():
             return None
-        trial = self.replacement.trial_of(self.unit, inputs)
+        trial = self.runner.trial_of(self.unit, inputs)
         if trial is not None and not saves_plainly():
             self.is_settled = True
             return None
@@ -169,7 +163,7 @@ class UnitForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitForward:
         unit = memo.get(id(self.unit), self.unit)
-        return UnitForward(unit, self.replacement, self.original, self.compiled or self.original)
+        return UnitForward(unit, self.runner, self.original, self.compiled or self.original)
 
     def __reduce__(self) -> Any:
         if isinstance(self.original, _OwnForward):
@@ -177,7 +171,7 @@ class UnitForward:
         return getattr, (self.unit, _NAME)  # the class's forward: when this is loaded, the instance has no other
 
 
-def replace_forward(unit: nn.Module, replacement: Replacement) -> None:
+def replace_forward(unit: nn.Module, runner: UnitRunner) -> None:
     """Replace the forward of a unit by its compiled form."""
     current = vars(unit).get(_NAME)
     if isinstance(current, UnitForward):
@@ -186,7 +180,7 @@ def replace_forward(unit: nn.Module, replacement: Replacement) -> None:
         original = _OwnForward(current)
     else:
         original = type(unit).forward
-    setattr(unit, _NAME, UnitForward(unit, replacement, original))
+    setattr(unit, _NAME, UnitForward(unit, runner, original))
 
 
 def restore_forward(unit: nn.Module) -> None:

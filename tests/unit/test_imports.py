@@ -108,15 +108,17 @@ ALLOWED: dict[str, set[str]] = {
                    "checkpoint.saves", "utils"},
     # what saves memory on CPUs, whoever runs the model
     "cpu_memory": {"backends.registry", "compat", "errors", "log", "utils"},
+    # what runs a segment or a unit: checked, timed, agreed on by all ranks
+    "placement": {"compat", "env", "utils"},
     # what engines that compile a model unit by unit share
-    "units": {"backends.registry", "compat", "env", "errors", "log", "statistics.collect", "utils"},
+    "units": {"backends.registry", "compat", "errors", "log", "placement", "statistics.collect"},
     # the engine of onnxruntime-training
     "ortmodule": {"backends.interface", "backends.registry", "compat", "config", "env", "errors", "log",
-                  "statistics.collect", "units", "utils"},
+                  "placement", "statistics.collect", "units", "utils"},
     # the torch.compile backend on today's ONNX Runtime; its conversions know nothing of the rest
     "compile.conversion": {"compat"},
     "compile": {"backends.interface", "backends.registry", "compat", "compile.conversion", "config", "env", "errors",
-                "log", "statistics.collect", "units", "utils"},
+                "log", "placement", "statistics.collect", "units", "utils"},
     "ortmodule.backend": {"backends.interface", "compat", "config", "errors", "ortmodule", "units"},
     "backends": {"backends.interface", "compile", "ortmodule.backend"},
     # what connects all this to DeepSpeed and to users

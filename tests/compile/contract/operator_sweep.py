@@ -25,6 +25,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 from ort_zero.compile.dynamo_backend import Compiler
+from ort_zero.compile.engine import CompileEngine
 from ort_zero.compile.plan import Segment
 from ort_zero.compile.settings import Settings
 
@@ -111,7 +112,7 @@ class _Noting(Compiler):
     """Notes the ATen operators of segments."""
 
     def __init__(self, settings: Settings):
-        super().__init__(settings)
+        super().__init__(CompileEngine(settings), "", ())
         self.in_ort: set[str] = set()
 
     def _runner(self, segment: Segment, *rest: Any) -> Any:
@@ -163,10 +164,10 @@ def _fault_of(outcome: Outcome, op: Any, sample: Any, dtype: torch.dtype, by_seg
         ours = _results(torch.compile(call, backend=compiler), sample)
         if not by_segment:
             _compare(outcome.name, ours, expected, dtype, lambda: _results(call, _in_float64(sample)))
-        fault = "; ".join(compiler.record.as_dict()["failed"].values())
+        fault = "; ".join(compiler.engine.as_dict()["failed"].values())
     except Exception as error:
         fault = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-    reasons = compiler.record.as_dict()["reasons"]
+    reasons = compiler.engine.as_dict()["reasons"]
     fault += "; ".join(reason for reason in reasons.values() if reason.startswith("no session"))
     outcome.in_ort |= compiler.in_ort
     outcome.right += not fault

@@ -14,10 +14,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ort_zero.errors import ExportError
-from ort_zero.units.agreement import agreement
+from ort_zero.placement.agreement import agreement
+from ort_zero.units.engine import Engine, UnitGraph
 from ort_zero.units.finding import find_units
-from ort_zero.units.recompilations import Recompilations
-from ort_zero.units.records import UnitGraph, UnitsRecord
 from ort_zero.units.running_model import UnitsModel
 from ort_zero.units.unit_forward import is_compiled
 
@@ -28,14 +27,14 @@ class WholeGraph(torch.autograd.Function):
     """Runs a graph, and in the backward once more; it has no second derivative."""
 
     @staticmethod
-    def forward(ctx, graph, record, *inputs):
-        ctx.graph, ctx.record, ctx.inputs = graph, record, inputs
+    def forward(ctx, graph, engine, *inputs):
+        ctx.graph, ctx.engine, ctx.inputs = graph, engine, inputs
         return tuple(graph(*inputs))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        ctx.record.note_run("backward")
+        ctx.engine.runs["backward"] += 1
         inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in ctx.inputs]
         leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
         with torch.enable_grad():
@@ -45,20 +44,20 @@ class WholeGraph(torch.autograd.Function):
 
 
 class Compiler:
-    def __init__(self, record: UnitsRecord[UnitGraph], unit_class: str, refuses: bool):
-        self.record, self.unit_class, self.refuses = record, unit_class, refuses
-        self.recompilations = Recompilations(unit_class)
-        record.recompilations.append(self.recompilations)
+    def __init__(self, engine: WholeGraphs, unit_class: str):
+        self.engine, self.unit_class = engine, unit_class
+        self.recompilations = engine.recompilations_of(unit_class)
 
     def __call__(self, module: Any, example_inputs: Any, **options: Any) -> Callable[..., Any]:
-        if self.refuses:
+        if self.engine.refuses:
             raise ExportError("such graphs are refused")
-        self.record.dynamo_graphs += 1
-        self.record.add(UnitGraph("forward", self.unit_class, self.recompilations.note_graph()))
+        self.engine.dynamo_graphs += 1
+        self.engine.add(UnitGraph("forward", self.unit_class, self.recompilations.note_graph()))
 
         def run(*inputs: Any) -> Any:
-            self.record.note_run("forward")
-            return WholeGraph.apply(module.forward, self.record, *inputs)
+            self.engine.end_step()
+            self.engine.runs["forward"] += 1
+            return WholeGraph.apply(module.forward, self.engine, *inputs)
 
         return run
 
@@ -66,18 +65,18 @@ class Compiler:
         return compiled
 
 
-class WholeGraphs:
+class WholeGraphs(Engine[UnitGraph]):
     """The engine; `slowdown` is the factor that units may cost."""
 
-    name, graph_node, compiles_evaluations = "whole graphs", "WholeGraph", False
+    name, graph_node = "whole graphs", "WholeGraph"
 
     def __init__(self, slowdown: float = 1e9, refuses: bool = False):
-        self.record: UnitsRecord[UnitGraph] = UnitsRecord()
+        super().__init__()
         self.slowdown, self.refuses = slowdown, refuses
         self.first_steps: list[str] = []
 
     def compiler(self, unit_class: str, exclude: tuple[str, ...]) -> Compiler:
-        return Compiler(self.record, unit_class, self.refuses)
+        return Compiler(self, unit_class)
 
     def timed_keys(self, unit: nn.Module, unit_class: str) -> tuple[str, ...]:
         return KEYS
@@ -85,8 +84,8 @@ class WholeGraphs:
     def goes_to_torch(self, unit: nn.Module, unit_class: str) -> bool:
         return False
 
-    def end_first_step(self, status: Callable[[], dict[str, Any]]) -> bool:
-        self.first_steps.append(status()["engine"])
+    def after_first_step(self, module: str) -> bool:
+        self.first_steps.append(module)
         return False
 
     def is_settled(self, units_are_settled: bool) -> bool:
@@ -94,9 +93,6 @@ class WholeGraphs:
 
     def status(self, units_are_settled: bool) -> dict[str, Any]:
         return {"settled": units_are_settled}
-
-    def memory_summary(self) -> list[tuple[str, str]]:
-        return []
 
 
 class Block(nn.Module):
@@ -135,8 +131,8 @@ def test_an_engine_trains_and_reports():
     status = model.status()
     assert (status["engine"], status["units"], status["settled"]) == ("whole graphs", ["0", "1", "2"], False)
     assert status["graph_runs"] == {"forward": 9, "backward": 9} and not status["failures"]
-    assert announced == [model] and engine.first_steps == ["whole graphs"]
-    first, second = (graph.text() for graph in engine.record.graphs)
+    assert announced == [model] and engine.first_steps == ["Sequential"]
+    first, second = (graph.text() for graph in engine.graphs)
     assert first == "forward" and second.startswith("forward; made since size 0 of x")
     (change,) = status["transitions"]
     assert (change["unit"], change["mode"]) == ("Block", "training") and "size 0 of x is 6, was 4" in change["reason"]
@@ -151,7 +147,7 @@ def test_units_stay_while_they_cost_at_most_the_engines_factor(slowdown: float, 
     agreement.cache_clear()
     assert model.status()["settled"]
     assert [is_compiled(unit) for unit in model.unit_modules()] == [slowdown > 0] * 3
-    assert model.engine.record.units_in_torch.keys() == (set() if slowdown else {"Block"})
+    assert model.engine.units_in_torch.keys() == (set() if slowdown else {"Block"})
 
 
 def test_second_derivatives_are_pytorchs():

@@ -17,9 +17,10 @@ from ort_zero.compat import onnxruntime_binding
 from ort_zero.compile import sessions
 from ort_zero.compile.bare_backend import ort_zero
 from ort_zero.compile.dynamo_backend import Compiler
+from ort_zero.compile.engine import CompileEngine
 from ort_zero.compile.settings import Settings
 from ort_zero.errors import ConfigError
-from ort_zero.units.agreement import Runner
+from ort_zero.placement.agreement import Runner
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +31,13 @@ def fresh_dynamo():
 
 def compiled(function: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], Compiler]:
     """Return a function that ONNX Runtime runs, and what tells about it."""
-    backend = Compiler(Settings(place="ort"))
+    backend = CompileEngine(Settings(place="ort")).compiler()
     return torch.compile(function, backend=backend, **options), backend
 
 
 def ran(backend: Compiler) -> dict[str, Any]:
     """Return the record of a function, after the check that ONNX Runtime ran all of its segments."""
-    record = backend.record.as_dict()
+    record = backend.engine.as_dict()
     assert record["failed"] == {} and record["segments_in_torch"] == 0 < record["segments"]
     return record
 
@@ -93,7 +94,7 @@ def test_training_and_gradients():
         twin(x).square().sum().backward()
     for mine, theirs in zip(layer.parameters(), twin.parameters()):
         torch.testing.assert_close(mine.grad, theirs.grad)
-    assert backend.record.runs == {"forward": 3, "backward": 3}
+    assert backend.engine.runs == {"forward": 3, "backward": 3}
     ran(backend)
 
 
@@ -119,7 +120,7 @@ def test_sizes_that_change_make_no_more_sessions():
         for each in (ours, theirs):
             each.square().sum().backward()
         counts.append(sessions.count() - before)
-        graphs.append(len(backend.record.graphs))
+        graphs.append(len(backend.engine.graphs))
     assert counts[0] > 0 and len(set(counts[1:])) == 1, counts
     assert graphs == [2, 4, 4, 4, 4, 4, 4]
     for mine, theirs in zip(layer.parameters(), twin.parameters()):
@@ -134,7 +135,7 @@ def test_a_segment_that_pytorch_runs_keeps_no_session():
     gc.collect()
     before = sessions.count()
     call(x).sum().backward()
-    trials = [segment.trial for graph in backend.record.graphs for segment in graph.segments]
+    trials = [segment.trial for graph in backend.engine.graphs for segment in graph.segments]
     assert sessions.count() - before == len(trials) > 0
     for trial in trials:
         trial.runner = Runner.TORCH
@@ -148,9 +149,9 @@ def test_without_gradients(mode):
     call, backend = compiled(layer)
     with mode():
         torch.testing.assert_close(call(x), layer(x))
-    assert backend.record.runs == {"inference": 1}
+    assert backend.engine.runs == {"inference": 1}
     call(x).sum().backward()
-    assert backend.record.runs == {"inference": 1, "forward": 1, "backward": 1}
+    assert backend.engine.runs == {"inference": 1, "forward": 1, "backward": 1}
     ran(backend)
 
 
@@ -339,7 +340,7 @@ def test_graph_breaks_and_values_from_data():
 
 
 def test_a_session_that_fails_in_a_later_run_leaves_its_segment_to_pytorch(monkeypatch, tmp_path):
-    backend = Compiler(Settings(place="ort", reproducers=str(tmp_path)))
+    backend = CompileEngine(Settings(place="ort", reproducers=str(tmp_path))).compiler()
     layer = Layer()
     call = torch.compile(layer, backend=backend)
     x = torch.randn(4, 8)
@@ -350,7 +351,7 @@ def test_a_session_that_fails_in_a_later_run_leaves_its_segment_to_pytorch(monke
         with torch.no_grad():
             torch.testing.assert_close(call(x.requires_grad_()), layer(x))
     call(x).square().sum().backward()
-    record = backend.record.as_dict()
+    record = backend.engine.as_dict()
     assert record["segments_in_torch"] > 0 and "ONNX Runtime failed: out of memory" in str(record["failed"])
     assert list(tmp_path.rglob("*.onnx"))
 

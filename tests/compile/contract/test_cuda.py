@@ -10,7 +10,7 @@ import torch
 from rank_processes.ranks import run_on_ranks
 
 import ort_zero
-from ort_zero.compile.dynamo_backend import Compiler
+from ort_zero.compile.engine import CompileEngine
 from ort_zero.compile.settings import Settings
 
 pytestmark = [
@@ -33,7 +33,7 @@ def model() -> torch.nn.Module:
 def test_a_layer_trains_as_in_pytorch(dtype: torch.dtype, tolerance: float):
     layer = model().to(dtype)
     reference = copy.deepcopy(layer)
-    compiler = Compiler(Settings(place="ort", verify="off"))
+    compiler = CompileEngine(Settings(place="ort", verify="off")).compiler()
     compiled = torch.compile(layer, backend=compiler)
     for step in range(3):
         x = torch.randn(8, 64, device="cuda", dtype=dtype, generator=torch.Generator("cuda").manual_seed(step))
@@ -43,13 +43,13 @@ def test_a_layer_trains_as_in_pytorch(dtype: torch.dtype, tolerance: float):
         torch.testing.assert_close(results[0], results[1], rtol=tolerance, atol=tolerance)
     for ours, theirs in zip(layer.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=tolerance)
-    record = compiler.record.as_dict()
+    record = compiler.engine.as_dict()
     assert record["segments"] and not record["segments_in_torch"] and not record["failed"]
 
 
 def test_a_segment_runs_on_the_current_stream():
     layer = model()
-    compiler = Compiler(Settings(place="ort", verify="off"))
+    compiler = CompileEngine(Settings(place="ort", verify="off")).compiler()
     compiled = torch.compile(layer, backend=compiler)
     x = torch.randn(4096, 64, device="cuda")
     stream = torch.cuda.Stream()
@@ -66,7 +66,7 @@ def test_a_segment_runs_on_the_current_stream():
 
 def test_a_segment_waits_for_the_default_stream():
     layer = model()
-    compiled = torch.compile(layer, backend=Compiler(Settings(place="ort", verify="off")))
+    compiled = torch.compile(layer, backend=CompileEngine(Settings(place="ort", verify="off")).compiler())
     with torch.no_grad():
         compiled(torch.zeros(4096, 64, device="cuda"))
         for _ in range(5):
@@ -82,10 +82,10 @@ def test_a_segment_waits_for_the_default_stream():
 
 def test_what_reads_a_tensor_of_another_device_stays_in_pytorch():
     half, x = torch.tensor(0.5), torch.randn(8, 64, device="cuda")
-    compiler = Compiler(Settings(place="ort"))
+    compiler = CompileEngine(Settings(place="ort")).compiler()
     result = torch.compile(lambda x: (x @ x.mT).tanh() * half, backend=compiler)(x)
     torch.testing.assert_close(result, (x @ x.mT).tanh() * half, rtol=1e-4, atol=1e-4)
-    record = compiler.record.as_dict()
+    record = compiler.engine.as_dict()
     assert record["segments"] and record["reasons"] == {"aten.mul.Tensor": "a tensor that is not on cuda:0"}, record
 
 

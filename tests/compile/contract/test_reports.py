@@ -16,7 +16,7 @@ from older_versions import skip_unless_torch_can
 
 import ort_zero
 from ort_zero.compile.conversion import registry
-from ort_zero.compile.dynamo_backend import Compiler
+from ort_zero.compile.engine import CompileEngine
 from ort_zero.compile.settings import Settings
 from ort_zero.errors import ConfigError
 from ort_zero.plugin import compile_progress
@@ -140,11 +140,11 @@ def test_a_wrong_segment_leaves_a_reproducer_that_shows_it(tmp_path: Path, monke
         aten.tanh.default,
         lambda b, out, x: b.op("Mul", convert_tanh(b, out, x), b.constant(1.001, out.dtype)),
     )
-    compiler = Compiler(Settings(place="ort", reproducers=str(tmp_path)))
+    compiler = CompileEngine(Settings(place="ort", reproducers=str(tmp_path))).compiler()
     linear, x = torch.nn.Linear(32, 32), torch.randn(4, 32)
     compiled = torch.compile(lambda x: torch.tanh(linear(x)), backend=compiler)
     assert torch.equal(compiled(x), torch.tanh(linear(x)))
-    ((key, reason),) = compiler.record.as_dict()["failed"].items()
+    ((key, reason),) = compiler.engine.as_dict()["failed"].items()
     assert "wrong by 1.0e-03 of its size" in reason
     done = subprocess.run(
         [sys.executable, "reproduce.py"], capture_output=True, text=True, timeout=120, cwd=tmp_path / key
@@ -175,7 +175,7 @@ def test_a_long_first_step_shows_on_a_terminal_which_unit_is_compiled(monkeypatc
 
 
 def test_models_of_segments_are_saved(tmp_path: Path):
-    compiler = Compiler(Settings(place="ort", save_onnx=str(tmp_path)))
+    compiler = CompileEngine(Settings(place="ort", save_onnx=str(tmp_path))).compiler()
     compiled = torch.compile(lambda x: torch.tanh(x) * 2, backend=compiler)
     compiled(torch.randn(3))
     (file,) = tmp_path.glob("*.onnx")

@@ -20,7 +20,7 @@ from ort_zero.compile.conversion import registry
 from ort_zero.compile.conversion.fragments import Builder, Value
 from ort_zero.config import parse
 from ort_zero.errors import ConfigError
-from ort_zero.units.agreement import agreement
+from ort_zero.placement.agreement import agreement
 
 WIDTH = 8
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ort_zero.compile.dynamo_backend import Compiler
+from ort_zero.compile.engine import CompileEngine
 from ort_zero.compile.settings import Settings
 
 NUMBERS = [math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-45, -1e-40, 1.1754944e-38, 3.4028235e38, -3.4028235e38, 1e30,
@@ -100,7 +100,7 @@ def results(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> l
 @pytest.mark.parametrize(("function", "inputs"), CASES)
 def test_special_values_are_treated_as_in_eager_pytorch(function, inputs):
     torch._dynamo.reset()
-    backend = Compiler(Settings(place="ort", verify="off", reproducers=os.devnull))
+    backend = CompileEngine(Settings(place="ort", verify="off", reproducers=os.devnull)).compiler()
     ours, theirs = results(torch.compile(function, backend=backend), inputs), results(function, inputs)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, equal_nan=True)
@@ -126,7 +126,7 @@ def test_an_index_that_pytorch_refuses_is_refused(name, index):
     """A later call has it: what a first run has shown to be right says nothing about other values."""
     torch._dynamo.reset()
     function, x = LOOKUPS[name], torch.randn(5, 4)
-    call = torch.compile(function, backend=Compiler(Settings(place="ort", reproducers=os.devnull)))
+    call = torch.compile(function, backend=CompileEngine(Settings(place="ort", reproducers=os.devnull)).compiler())
     for ids in torch.tensor([0, 4, 2]), torch.tensor([1, 1, 0]), torch.tensor([0, index, 2]):
         try:
             wanted = function(x, ids)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from packaging.version import Version
 
 from ort_zero.compile.dynamo_backend import Compiler
+from ort_zero.compile.engine import CompileEngine
 from ort_zero.compile.settings import Settings
 
 LACKS_KERNELS = Version(onnxruntime.__version__) < Version("1.22")
@@ -24,7 +25,7 @@ SPECIAL = torch.tensor([[NAN, 1.0, -2.0], [INF, 0.5, 1.5], [-INF, 2.5, -0.5], [-
 def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], Compiler]:
     """Return a function compiled for ONNX Runtime, and its compiler."""
     torch._dynamo.reset()
-    compiler = Compiler(Settings(place="ort", verify="off", reproducers=os.devnull))
+    compiler = CompileEngine(Settings(place="ort", verify="off", reproducers=os.devnull)).compiler()
     return torch.compile(function, backend=compiler), compiler
 
 
@@ -35,7 +36,7 @@ def assert_as_eager(function: Callable[..., Any], *arguments: Any) -> None:
     """
     compared, compiler = compiled(function)
     assert_equal(compared, function, arguments)
-    record = compiler.record.as_dict()
+    record = compiler.engine.as_dict()
     assert not record["failed"]
     reasons = {reason for reason in record["reasons"].values() if not (LACKS_KERNELS and "ONNX Runtime" in reason)}
     assert not reasons and record["segments"]
@@ -143,10 +144,10 @@ def test_one_graph_serves_all_sizes(function):
     compared, compiler = compiled(function)
     for size in (4, 7, 5):
         assert_equal(compared, function, [torch.randn(2, size, 6, requires_grad=True)], changing=1)
-    record = compiler.record.as_dict()
+    record = compiler.engine.as_dict()
     assert record["dynamo_graphs"] == 1
     assert record["segments"] and not record["failed"]
-    forward = compiler.record.graphs[0]
+    forward = compiler.engine.graphs[0]
     assert not forward.reasons
 
 
@@ -154,7 +155,7 @@ def test_a_size_as_an_attribute_leaves_the_operator_to_pytorch():
     compared, compiler = compiled(lambda x, slope: F.leaky_relu(x, slope))
     for slope in (5, 6, 7):
         assert torch.equal(compared(-torch.ones(3), slope), torch.full((3,), -float(slope)))
-    assert compiler.record.as_dict()["reasons"]["aten.leaky_relu.default"] == "an attribute that is a size that changes"
+    assert compiler.engine.as_dict()["reasons"]["aten.leaky_relu.default"] == "an attribute that is a size that changes"
 
 
 SQUARE = torch.arange(16.0).view(4, 4)
@@ -240,4 +241,4 @@ def test_pytorch_runs_what_onnx_runtime_computes_otherwise(function, arguments, 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compared, compiler = compiled(function)
         torch.testing.assert_close(compared(*arguments), function(*arguments))
-    assert reason in compiler.record.as_dict()["reasons"].values()
+    assert reason in compiler.engine.as_dict()["reasons"].values()

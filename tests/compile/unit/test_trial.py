@@ -8,13 +8,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
-from ort_zero.compile import trial as trial_module
+from ort_zero.compile.engine import CompileEngine
 from ort_zero.compile.memory import MemoryBudget
-from ort_zero.compile.records import GraphRecord, ModelRecord, SegmentRecord
-from ort_zero.compile.trial import Trial
-from ort_zero.units.agreement import Agreement, Decision, Runner
-from ort_zero.units.differences import explain_difference
+from ort_zero.compile.records import GraphRecord, SegmentRecord
+from ort_zero.compile.settings import Settings
+from ort_zero.placement import trial as trial_module
+from ort_zero.placement.agreement import Agreement, Decision, Runner
+from ort_zero.placement.differences import explain_difference
+from ort_zero.placement.trial import Trial
 
 
 class Calls:
@@ -348,26 +351,26 @@ def test_placements_are_kept_on_disk(tmp_path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("gains, prefers", [((1e-3, -2e-4), False), ((1e-4, 5e-5), True), ((None, 1e-5), False)])
 def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains, prefers):
     """Gains are of the forward's and the backward's segment; None is a placement that nobody has timed."""
-    record = ModelRecord()
+    engine = CompileEngine(Settings())
+    block, head = nn.Module(), nn.Linear(4, 4096)
     for direction, gain in zip(("forward", "backward"), gains, strict=True):
         trial = Trial(direction, "sampled", "measured", runner=Runner.ONNXRUNTIME, gain=gain)
-        record.graphs.append(GraphRecord(direction, "Block", None, [SegmentRecord(trial, 3, 10**9)], Counter(), {}, 0))
+        engine.graphs.append(GraphRecord(direction, "Block", None, [SegmentRecord(trial, 3, 10**9)], Counter(), {}, 0))
     trial = Trial("loss", "sampled", "measured", runner=Runner.TORCH)
     for unit in ("Block", "Linear"):
-        record.graphs.append(GraphRecord("loss", unit, None, [SegmentRecord(trial, 2, 10**12)], Counter(), {}, 0))
-    assert (record.why_in_torch("Block") is not None) is prefers
-    assert record.why_in_torch("Another") is record.why_in_torch("Linear") is None  # the loss stays in chunks
-    before = record.as_dict()
-    assert record.goes_to_torch("Block") is prefers
-    after = record.as_dict()
+        engine.graphs.append(GraphRecord("loss", unit, None, [SegmentRecord(trial, 2, 10**12)], Counter(), {}, 0))
+    before = engine.as_dict()
+    assert engine.goes_to_torch(block, "Block") is prefers
+    assert not engine.goes_to_torch(block, "Another") and not engine.goes_to_torch(head, "Linear")  # loss in chunks
+    after = engine.as_dict()
     assert (before["units_in_torch"], list(after["units_in_torch"])) == ({}, ["Block"] if prefers else [])
     assert before["segments_in_torch"] == 2 and before["flop_share"] == pytest.approx(2e9 / 2.002e12)
     assert (after["segments_in_torch"], after["flop_share"]) == ((4, 0) if prefers else (2, before["flop_share"]))
-    record.memory = MemoryBudget("all")
-    assert record.why_in_torch("Block") is None, "PyTorch's own forward keeps all for its backward"
-    record.are_stale = True
-    record.add(record.graphs[0])
-    assert record.as_dict()["flop_share"] == 1, "the units are compiled again"
+    engine.memory = MemoryBudget("all")
+    engine.is_stale = True
+    engine.add(engine.graphs[0])
+    assert engine.as_dict()["flop_share"] == 1, "the units are compiled again"
+    assert not engine.goes_to_torch(block, "Block"), "PyTorch's own forward keeps all for its backward"
 
 
 def test_the_gain_of_a_placement_is_kept(tmp_path):

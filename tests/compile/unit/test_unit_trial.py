@@ -8,10 +8,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ort_zero
-from ort_zero.units.agreement import Agreement, Runner
+from ort_zero.placement.agreement import Agreement, Runner
+from ort_zero.placement.unit_trial import UnitTrial, trial_key
 from ort_zero.units.running_model import _models
-from ort_zero.units.unit_forward import Replacement, is_compiled, replace_forward
-from ort_zero.units.unit_trial import UnitTrial, trial_key
+from ort_zero.units.unit_forward import UnitRunner, is_compiled, replace_forward
 
 
 class Clock:
@@ -57,7 +57,7 @@ def unit_with(
     unit.forward = lambda x: own(unit, x)  # type: ignore[method-assign]
     form = clock.form(*compiled)
 
-    class Timed(Replacement):
+    class Timed(UnitRunner):
         def compile(self, unit, function):
             return form
 
@@ -149,5 +149,5 @@ def test_gradients_are_pytorchs_while_units_are_timed(tmp_path, monkeypatch: pyt
             torch.testing.assert_close(parameter.grad, wanted.grad, msg=f"{name} in step {number}")
     running = _models[ours]
     (trial,) = running.trials.values() or [None]
-    by_segments = "Layer" in running.engine.record.units_in_torch
+    by_segments = "Layer" in running.engine.units_in_torch
     assert by_segments or (trial is not None and trial.runner is not None), "neither rule has decided"

@@ -14,7 +14,7 @@ from torch import nn
 from ort_zero.compat.deepspeed_units import max_gathered_elements
 from ort_zero.errors import ConfigError
 from ort_zero.units.finding import find_units
-from ort_zero.units.unit_forward import Replacement, UnitForward, is_compiled, replace_forward, restore_forward
+from ort_zero.units.unit_forward import UnitForward, UnitRunner, is_compiled, replace_forward, restore_forward
 
 
 class Block(nn.Module):
@@ -88,7 +88,7 @@ def test_nested_blocks_belong_to_the_outermost():
     assert paths(nn.Sequential(nn.Linear(4, 4), stages)) == ["0", "1.0", "1.1"]
 
 
-class Doubling(Replacement):
+class Doubling(UnitRunner):
     """A compilation that doubles results, until PyTorch runs the unit."""
 
     def __init__(self, is_slower: Callable[[], bool] = lambda: False):

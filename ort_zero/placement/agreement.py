@@ -32,7 +32,7 @@ class Runner(enum.Enum):
     TORCH = "torch"
 
 
-Decision = tuple[Runner, float | None]
+Decision = tuple[Runner, float]
 """The faster runtime, and the seconds that ONNX Runtime saves in a run: negative where PyTorch is faster."""
 
 
@@ -63,10 +63,8 @@ class Agreement:
         """Return the decision that a rank or an earlier run has made; None if nobody has."""
         if key not in self._placements:
             told = _told(f"placed/{key}")
-            if told is None and " " in self._kept.get(key, ""):  # caches of before the gain was kept are measured anew
-                return self._place(key, self._kept[key])
             if told is None:
-                return None
+                return self._place(key, self._kept[key]) if key in self._kept else None
             self._placements[key] = told
         return _read_decision(self._placements[key])
 
@@ -115,8 +113,8 @@ def agreement() -> Agreement:
 
 def _read_decision(text: str) -> Decision:
     """Parse a decision such as ``"onnxruntime 0.0012"``."""
-    runner, _, gain = text.partition(" ")
-    return Runner(runner), float(gain) if gain else None
+    runner, gain = text.split()
+    return Runner(runner), float(gain)
 
 
 def _store() -> Any:
@@ -134,18 +132,15 @@ def _told(key: str) -> str | None:
 
 def _context() -> str:
     """Return a hash of what the times of segments depend on: versions, processor, number of threads, GPU."""
-    facts = [torch.__version__, onnxruntime.__version__, platform.processor(), _processor(), torch.get_num_threads()]
-    if torch.cuda.is_available():
-        facts.append(torch.cuda.get_device_name())
-    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
-
-
-def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return ""
-    return next((line for line in lines if line.startswith("model name")), "")
+        lines = [platform.processor()]
+    processor = next((line for line in lines if line.startswith("model name")), lines[0])
+    facts = [torch.__version__, onnxruntime.__version__, processor, torch.get_num_threads()]
+    if torch.cuda.is_available():
+        facts.append(torch.cuda.get_device_name())
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 
 
 def _read(cache: Path) -> dict[str, dict[str, str]]:

@@ -1,0 +1,101 @@
+"""Write what ``ort-zero explain`` or ``ort-zero memory plan`` asks of a script, and end the script."""
+
+from __future__ import annotations
+
+import atexit
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ort_zero import env
+from ort_zero.utils.atomic_write import write_json
+
+_WAYS_OUT = (
+    ("no conversion", "nothing to do: PyTorch's own kernel runs between the parts in ONNX Runtime"),
+    ("depends on values", "sizes that follow from values (nonzero, masks) stay in PyTorch"),
+    ("ONNX Runtime has no", "use a dtype that the provider has kernels for, such as float32"),
+    ("excluded", 'take the pattern of the module out of "exclude"'),
+)
+_MOST_STEPS = 400
+"""Steps after which a model is explained although it is not settled where everything runs."""
+_unwritten: list[dict[str, Any]] = []
+"""The newest report of a model that is not settled."""
+
+
+def end_if_asked(running: Any, is_settled: bool) -> None:
+    """Write the report of a command, if one has started the script, and end the script.
+
+    Memory plans are written after the first step. While it is not settled where all runs, ``ort-zero explain`` lets the
+    script go on; its report is then written when the script ends by itself.
+
+    Args:
+        running: the model, which has made a step.
+        is_settled: whether it is decided where everything runs.
+
+    Raises:
+        SystemExit: after the report is written.
+    """
+    explain, plan = env.explain_file(), env.memory_trial_file()
+    if plan is not None:
+        asked = json.loads(plan.read_text(encoding="utf-8"))
+        _write(plan, running.engine.memory_plans(asked["budgets"]))
+        raise SystemExit(0)
+    if explain is None:
+        return
+    if not _unwritten:
+        atexit.register(_write_newest, explain)
+    _unwritten[:] = [{**explanation(running), "steps": running.engine.steps, "settled": is_settled}]
+    if is_settled or running.engine.steps >= _MOST_STEPS:
+        _write(explain, _unwritten[0])
+        raise SystemExit(0)
+
+
+def _write_newest(request: Path) -> None:
+    """Write the newest report, for a command that still waits for it."""
+    if request.exists():
+        _write(request, _unwritten[0])
+
+
+def _write(request: Path, report: Any) -> None:
+    """Write a report to where the request of a command wants it."""
+    path = json.loads(request.read_text(encoding="utf-8"))["report"]
+    write_json(Path(f"{path}.{env.rank()}"), report)
+
+
+def explanation(running: Any) -> dict[str, Any]:
+    """Return what runs where in a model, by unit, as plain values."""
+    from ort_zero.compat import torch_compile  # not with DeepSpeed: it imports torch's compiler
+
+    status = running.status()
+    units: dict[str, Any] = {}
+    for graph in running.engine.graphs:
+        unit = units.setdefault(graph.unit, {"graphs": [], "in_torch": {}, "recompilations": []})
+        calls = graph.calls_in_torch()
+        unit["graphs"].append(
+            {
+                "direction": graph.direction,
+                "segments": graph.segments_as_dicts(),
+                "torch_calls": sum(count for _, count, _ in calls),
+            }
+        )
+        for name, count, why in calls:
+            entry = unit["in_torch"].setdefault(name, {"count": 0, "why": why, "way_out": way_out(why)})
+            entry["count"] += count
+        if graph.recompile_reason and graph.recompile_reason not in unit["recompilations"]:
+            unit["recompilations"].append(graph.recompile_reason)
+    return {
+        "model": status["module"],
+        "engine": status["engine"],
+        "modules": Counter(status["unit_classes"]),
+        "units": units,
+        "failures": status["failures"],
+        "graph_breaks": [{"reason": reason, "where": where} for reason, where in torch_compile.graph_breaks()],
+        "flop_share": status["compiled"]["flop_share"],
+        "units_in_torch": status["compiled"]["units_in_torch"],
+    }
+
+
+def way_out(reason: str) -> str:
+    """Return what it would take to run an operator in ONNX Runtime."""
+    return next((way for part, way in _WAYS_OUT if part in reason), "")
