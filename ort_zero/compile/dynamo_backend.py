@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from ort_zero import env, log
 from ort_zero.compat import compiled_backward, torch_compile
+from ort_zero.compat.transformers_gelu import replace_gelus
 from ort_zero.compile import devices, sessions, view_chains
 from ort_zero.compile.assembly import Assembled, assemble
 from ort_zero.compile.conversion.fragments import Fragment
@@ -23,7 +24,6 @@ from ort_zero.compile.executor import SegmentRunner, program_of
 from ort_zero.compile.head_loss import IN_PYTORCH, Product, Products, fuse_head_and_loss
 from ort_zero.compile.memory import Kept
 from ort_zero.compile.partition import decompositions
-from ort_zero.compile.patterns import replace_compositions, traced_otherwise
 from ort_zero.compile.plan import Plan, Segment, make_plan
 from ort_zero.compile.records import graph_record
 from ort_zero.compile.sizes import SymbolReader
@@ -37,6 +37,9 @@ from ort_zero.units.unit_forward import IN_GRAPH
 from ort_zero.utils.atomic_write import write_bytes
 
 Compiled = Callable[..., Any]
+_TRACED_OTHERWISE = frozenset({"hardshrink", "prod"})
+"""Functions whose gradient a trace writes in another way than eager PyTorch computes it. A product's gradient depends
+on the number of zeros, the gradient of ``hardshrink`` on the place of NaN."""
 
 
 class Compiler:
@@ -61,8 +64,8 @@ class Compiler:
             raise ExportError("an autograd.Function in it tells missing gradients from zeros (set_materialize_grads)")
         reason = self.recompilations.note_graph()
         graph_passes.follow_gradients(module)
-        replace_compositions(module)
-        if name := traced_otherwise(module):
+        replace_gelus(module)
+        if name := _traced_otherwise(module):
             if self._unit:
                 raise ExportError(f"the gradient of {name} is another one in a trace than in eager PyTorch")
             return module
@@ -204,6 +207,15 @@ class Compiler:
 
 _trials: dict[tuple[str, str, str], Trial] = {}
 """The trial of each unique segment of this process."""
+
+
+def _traced_otherwise(module: GraphModule) -> str | None:
+    """Return a function of a graph of Dynamo whose gradient a trace writes in another way; None if there is none."""
+    for node in module.graph.nodes:
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if name in _TRACED_OTHERWISE and getattr(node.meta.get("example_value"), "requires_grad", False):
+            return name
+    return None
 
 
 def _with_gradients_of_pytorch(compiled: Compiled, engine: Any) -> Compiled:

@@ -58,7 +58,7 @@ def collect(
         losses.append(loss.item())
     if ort:
         mine = ort_zero.status()["models"][-1]
-        runs = mine.get("graph_runs") or mine["graphs"]["training"]["runs"]  # of either engine
+        runs = mine["graph_runs"]
         assert mine["fallbacks"] == 0 and min(runs["forward"], runs["backward"]) >= steps, mine
     engine.destroy()
     del engine, model

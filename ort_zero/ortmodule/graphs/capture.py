@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from ort_zero.compat import torch_graphs
+from ort_zero.compat.transformers_gelu import replace_gelus
 from ort_zero.errors import ExportError
 from ort_zero.ortmodule.graphs import draws, refusals, rewrites
 from ort_zero.ortmodule.graphs.values import SizeReader, axes_of, value_of
@@ -80,6 +81,7 @@ def capture(original: fx.GraphModule, is_observed: bool = False) -> CapturedGrap
     sizes = SizeReader([value_of(node) for node in holders])
     drawn = draws.take_out(graph, sizes)
     plain = _with_results(fx.GraphModule(original, graph), range(len(results)))
+    replace_gelus(fx.GraphModule(original, graph))  # upstream's memory optimizer knows a GELU of one node
     rewrites.apply(graph)
     _read_sizes_from_tensors(graph, holders)
     module = fx.GraphModule(original, graph)

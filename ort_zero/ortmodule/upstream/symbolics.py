@@ -28,5 +28,16 @@ def _embedding(g: Any, weight: Any, indices: Any, padding_idx: Any, scale_grad_b
     return result
 
 
-SYMBOLICS: dict[str, Callable[..., Any]] = {"::embedding": _embedding}
+def _gelu(g: Any, x: Any, approximate: Any) -> Any:
+    """Export a GELU by tanh as the one node that ONNX Runtime's memory optimizer knows, any other one as torch does."""
+    from torch.onnx import symbolic_helper, symbolic_opset9
+
+    if symbolic_helper._parse_arg(approximate, "s") != "tanh":
+        return symbolic_opset9.gelu(g, x, approximate)
+    result = g.op("com.microsoft::FastGelu", x)
+    result.setType(x.type())
+    return result
+
+
+SYMBOLICS: dict[str, Callable[..., Any]] = {"::embedding": _embedding, "::gelu": _gelu}
 """``"::name"`` of an ATen operator to its symbolic; wins over upstream's."""

@@ -11,6 +11,12 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import MaskedLMOutput
 
 VOCABULARY = 64
+IN_PYTORCH = {
+    "cnn": ("running statistics", "changes its argument"),
+    # upstream's gradient of an Unsqueeze does not follow the broadcast of a position bias over a batch
+    "t5": ("Unsqueeze_Grad",),
+}
+"""Words of the reasons for which PyTorch runs graphs of a model."""
 
 
 class Recurrent(nn.Module):

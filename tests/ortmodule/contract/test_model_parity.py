@@ -9,12 +9,6 @@ import torch
 import ort_zero
 
 STEPS = 20
-IN_PYTORCH = {
-    "cnn": ("running statistics", "changes its argument"),
-    # upstream's gradient of an Unsqueeze does not follow the broadcast of a position bias over a batch
-    "t5": ("Unsqueeze_Grad",),
-}
-"""Words of the reasons for which PyTorch runs graphs of a model."""
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -31,7 +25,7 @@ def test_losses_are_those_of_pytorch(name, dropout):
     status = ort_zero.status()["models"][-1]
     assert not status["failures"]
     for reason in status["in_torch"].values():
-        assert any(words in reason for words in IN_PYTORCH.get(name, ())), reason
+        assert any(words in reason for words in captured_models.IN_PYTORCH.get(name, ())), reason
     runs = status["compiled"]["session_runs"]
     assert runs["forward"] >= STEPS
     assert runs["backward"] >= STEPS

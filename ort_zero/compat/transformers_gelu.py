@@ -1,4 +1,4 @@
-"""Replace calls of Dynamo's graphs by operators that both runtimes have, and find those that no trace can have."""
+"""Find the GELUs that transformers writes as sums and products, and write each as PyTorch's one operator."""
 
 from __future__ import annotations
 
@@ -27,26 +27,15 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
 _PATTERNS: tuple[tuple[Callable, Callable], ...] = ((_gelu_by_tanh, _gelu), (_fast_gelu, _gelu))
 
 
-def replace_compositions(module: GraphModule) -> int:
-    """Replace the known compositions in a graph of Dynamo, and return the number of replacements."""
+def replace_gelus(module: GraphModule) -> int:
+    """Replace the GELUs in a graph of Dynamo, and return their number."""
     targets = {node.target for node in module.graph.nodes}
     if torch.tanh not in targets:
         return 0
-    return sum(
+    count = sum(
         len(replace_pattern(module, symbolic_trace(pattern), symbolic_trace(replacement)))
         for pattern, replacement in _PATTERNS
     )
-
-
-_TRACED_OTHERWISE = frozenset({"hardshrink", "prod"})
-"""Functions whose gradient a trace writes in another way than eager PyTorch computes it. A product's gradient depends
-on the number of zeros, the gradient of ``hardshrink`` on the place of NaN."""
-
-
-def traced_otherwise(module: GraphModule) -> str | None:
-    """Return a function of a graph of Dynamo whose gradient a trace writes in another way; None if there is none."""
-    for node in module.graph.nodes:
-        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-        if name in _TRACED_OTHERWISE and getattr(node.meta.get("example_value"), "requires_grad", False):
-            return name
-    return None
+    for node in module.graph.find_nodes(op="call_function", target=torch.nn.functional.gelu):
+        node.meta = node.meta or dict(node.args[0].meta)
+    return count
