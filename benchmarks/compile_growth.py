@@ -45,13 +45,13 @@ def measure(layers: int, hidden: int, in_ort: bool) -> dict[str, Any]:
     made: list[Any] = []
     section: dict[str, Any] = {"backend": "compile", "log_level": "ERROR", "compile": {"place": "ort"}}
     if in_ort:
-        from ort_zero.units import session_options
+        from ort_zero.compile import sessions
 
         # a model of another class, so that imports and their time are over
         small = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
         ort_zero.wrap(small, **section)
         small(torch.randn(2, 8)).sum().backward()
-        session_options.profile(None, made.append)
+        sessions.report_session = made.append
     model = build(layers, hidden)
     if in_ort:
         ort_zero.wrap(model, **section)

@@ -63,8 +63,5 @@ class Backend(Protocol):
             BuildError: compiled parts cannot be built.
         """
 
-    def node_profiles(self, prefix: str) -> NodeProfiles:
-        """Make new sessions record their nodes into files whose names begin with `prefix`."""
-
     def examine(self) -> Examination:
         """Return which tools and compiled parts of the backend this machine has and lacks; raises no error."""

@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ort_zero import config
-    from ort_zero.backends.interface import (
-        Examination,
-        NodeProfiles,
-    )
+    from ort_zero.backends.interface import Examination
     from ort_zero.units.running_model import UnitsModel
 
 
@@ -46,13 +43,6 @@ def run(model: Any, section: config.Config, zero: Mapping[str, Any]) -> UnitsMod
     units = find_units(model, exclude=section.exclude, max_elements=max_elements, **alone)
     compile_engine = CompileEngine(settings, MemoryBudget(section.memory.recompute, section.memory.budget))
     return install(model, compile_engine, units, stage, section.fallback == "raise")
-
-
-def node_profiles(prefix: str) -> NodeProfiles:
-    """Have new sessions record their nodes, into files that begin with `prefix`."""
-    from ort_zero.units.node_profiles import SessionProfiles
-
-    return SessionProfiles(prefix)
 
 
 def examine() -> Examination:

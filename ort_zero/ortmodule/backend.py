@@ -14,10 +14,9 @@ from ort_zero.ortmodule.upstream.hooks import import_hooks
 
 if TYPE_CHECKING:
     from ort_zero import config
-    from ort_zero.backends.interface import NodeProfiles
     from ort_zero.units.running_model import UnitsModel
 
-__all__ = ["examine", "import_hooks", "node_profiles", "refuse", "run"]
+__all__ = ["examine", "import_hooks", "refuse", "run"]
 
 
 def refuse(ds_config: Mapping[str, Any]) -> None:
@@ -67,10 +66,3 @@ def run(model: Any, section: config.Config, zero: Mapping[str, Any]) -> UnitsMod
         REWRITES.update([deepspeed_units.linear_in_graphs()])
     units = find_units(model, exclude=section.exclude, max_elements=max_elements)
     return install(model, OrtEngine(settings), units, stage, raises)
-
-
-def node_profiles(prefix: str) -> NodeProfiles:
-    """Have new sessions record their nodes, into files that begin with `prefix`."""
-    from ort_zero.units.node_profiles import SessionProfiles
-
-    return SessionProfiles(prefix)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ort_zero import config, env
-from ort_zero.backends import loading
 from ort_zero.compat import deepspeed_collectives
 from ort_zero.profiling import exchange
 from ort_zero.profiling.recorder import Recorder
@@ -30,18 +29,21 @@ def request() -> exchange.ProfileRequest | None:
 _recorders: list[Recorder] = []
 
 
-def recorder(engine: str = "compile") -> Recorder | None:
-    """Return the recorder of this process; None unless ``ort-zero profile`` has started the process.
-
-    Args:
-        engine: the engine whose sessions are profiled, "compile" or "ortmodule"; the first call decides.
-    """
+def recorder() -> Recorder | None:
+    """Return the recorder of this process; None unless ``ort-zero profile`` has started the process."""
     asked = request()
     if asked is None:
         return None
     if not _recorders:
-        _recorders.append(Recorder(asked, loading.load(engine).node_profiles))
+        _recorders.append(Recorder(asked, _node_profiles))
     return _recorders[0]
+
+
+def _node_profiles(prefix: str) -> Any:
+    """Have new sessions record their nodes, into files that begin with `prefix`."""
+    from ort_zero.backends.sessions import SessionProfiles  # needs ONNX Runtime
+
+    return SessionProfiles(prefix)
 
 
 def in_torch() -> bool:
@@ -52,7 +54,7 @@ def in_torch() -> bool:
 
 def without_fallback(section: config.Config) -> config.Config:
     """Return the section with ``fallback`` "raise" while a script is measured, else unchanged."""
-    if recorder(section.engine()) is None:
+    if recorder() is None:
         return section
     return section.model_copy(update={"fallback": "raise"})
 

@@ -36,7 +36,7 @@ OF_PYTHON = frozenset({"_asdict", "_fields", "_make", "_replace"})
 """Public in spite of the underscore: those of named tuples."""
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller"}
 PUBLIC_IN_DISTRIBUTED = {"all_gather"}
-SPLIT = {"backends": {"interface", "registry"}, "compile": {"conversion"}, "ortmodule": {"backend"},
+SPLIT = {"backends": {"interface", "registry", "sessions"}, "compile": {"conversion"}, "ortmodule": {"backend"},
          "checkpoint": {"files", "records", "pieces", "restricted_pickle", "torch_file", "restored_values",
                         "format", "reads",
                         "model_files", "deepspeed", "opening", "finding", "aggregation", "zero_to_fp32", "saves",
@@ -57,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     # what a backend offers, and what is in place
     "backends.interface": {"config"},
     "backends.registry": {"compat", "utils"},
+    "backends.sessions": set(),
     # ZeRO-3 where PyTorch runs the model
     "zero3_hooks": {"compat", "distributed", "utils"},
     # what users collect, and how two runs are compared
@@ -113,16 +114,16 @@ ALLOWED: dict[str, set[str]] = {
     # what engines that compile a model unit by unit share
     "units": {"backends.registry", "compat", "errors", "log", "placement", "statistics.collect"},
     # the engine of onnxruntime-training
-    "ortmodule": {"backends.interface", "backends.registry", "compat", "config", "env", "errors", "log",
-                  "placement", "statistics.collect", "units", "utils"},
+    "ortmodule": {"backends.interface", "backends.registry", "backends.sessions", "compat", "config", "env", "errors",
+                  "log", "placement", "statistics.collect", "units", "utils"},
     # the torch.compile backend on today's ONNX Runtime; its conversions know nothing of the rest
     "compile.conversion": {"compat"},
-    "compile": {"backends.interface", "backends.registry", "compat", "compile.conversion", "config", "env", "errors",
-                "log", "placement", "statistics.collect", "units", "utils"},
-    "ortmodule.backend": {"backends.interface", "compat", "config", "errors", "ortmodule", "units"},
+    "compile": {"backends.interface", "backends.registry", "backends.sessions", "compat", "compile.conversion",
+                "config", "env", "errors", "log", "placement", "statistics.collect", "units", "utils"},
+    "ortmodule.backend": {"compat", "config", "errors", "ortmodule", "units"},
     "backends": {"backends.interface", "compile", "ortmodule.backend"},
     # what connects all this to DeepSpeed and to users
-    "plugin": {"backends", "backends.registry", "checkpoint.loads", "checkpoint.finding",
+    "plugin": {"backends", "backends.registry", "backends.sessions", "checkpoint.loads", "checkpoint.finding",
                "checkpoint.saves", "checkpoint.zero_to_fp32", "compat", "config", "cpu_memory", "distributed", "env",
                "errors", "log", "metrics", "profiling", "statistics.collect", "units", "utils", "zero3_hooks"},
     "__init__": {"plugin", "utils"},
