@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from group_of_one import group_of_one, one_rank  # noqa: F401
-from torch_free import needs_torch
 
 CLIENTS = Path(__file__).resolve().parent / "clients"
 
@@ -50,20 +49,31 @@ def _clients_wanted(config: pytest.Config) -> bool:
     return "clients" in config.option.markexpr or any(CLIENTS in (path, *path.parents) for path in named)
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the test modules that need torch, if that was asked for; programs of others unless they were.
+class NeedsTorch:
+    """A finder for which a test module that imports torch, or a package that does, is skipped at once."""
 
-    Those need packages that `make test` does without.
-    """
-    if collection_path == CLIENTS and not _clients_wanted(config):
-        return True
-    if config.getoption("--without-torch") and collection_path.suffix == ".py" and needs_torch(collection_path):
-        return True
-    return None
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Skip the module that is collected."""
+        if name in ("torch", "deepspeed", "onnxruntime", "transformers"):
+            raise pytest.skip.Exception(f"imports {name}", allow_module_level=True)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out programs of others unless they were asked for: they need packages that `make test` does without."""
+    return True if collection_path == CLIENTS and not _clients_wanted(config) else None
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Leave out the test modules that need torch, if that was asked for."""
+    if session.config.getoption("--without-torch"):
+        sys.meta_path.insert(0, NeedsTorch)
 
 
 def pytest_collection_finish() -> None:
     """Leave what test modules have imported out of garbage collections: most of a second for each that a test runs."""
+    if NeedsTorch in sys.meta_path:
+        sys.meta_path.remove(NeedsTorch)
     gc.collect()
     gc.freeze()
 

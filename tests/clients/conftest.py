@@ -18,7 +18,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).pare
 def client(request: pytest.FixtureRequest, tmp_path: Path) -> Client:
     """What runs a program in PyTorch and in ONNX Runtime; see harness.py."""
     client = Client(request.module.PACKAGES, tmp_path)
-    client.row |= {"test": request.node.originalname, "case": request.node.callspec.id if _has_case(request) else ""}
+    case = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    test = case["program"].__name__ if "program" in case else request.node.originalname
+    stages = {0: "without DeepSpeed", 2: "zero2", 3: "zero3", None: case.get("name", "")}
+    client.row |= {"test": test, "case": stages[case.get("stage")]}
     return client
 
 
@@ -27,10 +30,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("clients") is not None:
             item.add_marker(pytest.mark.timeout(600))
-
-
-def _has_case(request: pytest.FixtureRequest) -> bool:
-    return hasattr(request.node, "callspec")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -42,7 +42,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     from rank_processes.ranks import run_on_ranks
 
-    versions = run_on_ranks(f"{__file__}:start", 2, timeout=400 * MINUTES)
+    versions = run_on_ranks(start, 2, timeout=400 * MINUTES)
     wanted = re.search(r"^torch==(\S+)", (Path(__file__).parents[2] / ".ci/constraints.txt").read_text(), re.MULTILINE)
     if wanted is None or any(version.split("+")[0] != wanted[1] for version in versions):
         sys.exit(f"error: torch is {versions[0]}, and .ci/constraints.txt wants {wanted and wanted[1]}")

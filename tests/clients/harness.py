@@ -11,9 +11,9 @@ packages are imported inside of it, so that the file can be collected where they
         ...
         return Result(losses, alive=model, values={"accuracy": accuracy})
 
-    @ZERO_2_AND_3
-    def test_nlp_example(client, stage):
-        client.compare(nlp_example, stage, launcher="accelerate")
+    test_programs = programs(nlp_example, launcher="accelerate")
+
+The first line of a program's documentation names it in docs/compatibility.md.
 """
 
 from __future__ import annotations
@@ -36,10 +36,6 @@ from rank_processes.ranks import run_on_ranks
 
 TOLERANCE = 2e-4
 """How far a loss, or another value that a program returns, may be from PyTorch's."""
-ZERO_2_AND_3 = pytest.mark.parametrize("stage", [2, 3], ids=["zero2", "zero3"])
-ZERO_2 = pytest.mark.parametrize("stage", [2], ids=["zero2"])
-ZERO_3 = pytest.mark.parametrize("stage", [3], ids=["zero3"])
-NO_ZERO = pytest.mark.parametrize("stage", [0], ids=["ddp"])
 LAUNCHERS = ("torchrun", "accelerate")
 SECTION: dict[str, Any] = {"enabled": True, "backend": "compile", "compile": {"place": "ort"}, "log_level": "WARNING"}
 """All segments run in ONNX Runtime: what is compared here is not the time."""
@@ -84,6 +80,7 @@ class Client:
 
     def __init__(self, packages: Sequence[str], folder: Path):
         self.row: dict[str, Any] = {}
+        """The row of the test in docs/compatibility.md."""
         self._packages = packages
         self._folder = folder
 
@@ -93,36 +90,37 @@ class Client:
         stage: int,
         *,
         launcher: str = "torchrun",
-        section: Mapping[str, Any] | None = None,
-        zero: Mapping[str, Any] | None = None,
-        note: str = "",
+        arguments: Sequence[Any] = (),
+        ranks: int = 2,
+        differ: Callable[[dict[str, Any], dict[str, Any]], list[str]] | None = None,
+        may_stay_in_torch: bool = False,
         timeout: float = 500,
     ) -> list[dict[str, dict[str, Any]]]:
-        """Run `program` in PyTorch, then in ONNX Runtime, both on the same 2 ranks; return what came of it, by rank.
+        """Run `program` in PyTorch, then in ONNX Runtime, both on the same ranks; return what came of it, by rank.
 
         Args:
-            program: see above; its first line of documentation names it in docs/compatibility.md.
+            program: see above.
             stage: ZeRO stage.
             launcher: whose environment variables are set: ``"torchrun"`` or ``"accelerate"``.
-            section: keys of the section beside ``"enabled"``.
-            zero: more keys of ``"zero_optimization"``.
-            note: for docs/compatibility.md.
+            arguments: what the program is given behind the :class:`Run`.
+            ranks: number of ranks.
+            differ: returns what is wrong with the second of two programs' values; :func:`different` if left out.
+            may_stay_in_torch: whether PyTorch may run all of the model.
             timeout: seconds for both runs.
 
         Returns:
             For each rank ``{"torch": {...}, "ort": {...}}`` with ``"losses"``, ``"values"`` and ``"status"``.
         """
         assert launcher in LAUNCHERS, launcher
-        self.row |= {"program": (program.__doc__ or program.__name__).strip().split("\n")[0], "note": note}
         source = sys.modules[program.__module__].__file__
-        ranks = run_on_ranks(
-            compare_on_rank, 2, source, program.__name__, stage, launcher, dict(section or {}), dict(zero or {}),
-            str(self._folder), timeout=timeout, imports=modules_of(self._packages),
+        reports = run_on_ranks(
+            compare_on_rank, ranks, source, program.__name__, stage, launcher, tuple(arguments), str(self._folder),
+            timeout=timeout, imports=modules_of(self._packages),
         )  # fmt: skip
-        self._check(ranks)
-        return ranks
+        self._check(reports, differ or different, may_stay_in_torch)
+        return reports
 
-    def _check(self, ranks: list[dict[str, dict[str, Any]]]) -> None:
+    def _check(self, ranks: list[dict[str, Any]], differ: Callable[..., list[str]], may_stay_in_torch: bool) -> None:
         graphs, share, in_torch, apart = 0, 0.0, [], 0.0
         for rank in ranks:
             theirs, ours = rank["torch"], rank["ort"]
@@ -131,12 +129,13 @@ class Client:
             assert theirs["status"]["models"] == []
             models = ours["status"]["models"]
             assert models, "no model was given to ONNX Runtime"
-            assert [model["backend"] for model in models] == ["onnxruntime"] * len(models), models
+            backends = {model["backend"] for model in models}
+            assert backends == {"onnxruntime"} or may_stay_in_torch and backends == {"not called yet"}, models
             assert not any(model["fallbacks"] for model in models), [model["failures"] for model in models]
             graphs = sum(model["compiled"]["dynamo_graphs"] for model in models)
             share = min(model["compiled"]["flop_share"] or 0.0 for model in models)
             for direction in ("forward", "backward"):
-                assert sum(model["graph_runs"].get(direction, 0) for model in models) > 0
+                assert may_stay_in_torch or sum(model["graph_runs"].get(direction, 0) for model in models) > 0
             in_torch = sorted({name for model in models for name in model["in_torch"]})
             apart = max([apart, *map(distance, theirs["losses"], ours["losses"])])
             assert len(theirs["losses"]) == len(ours["losses"])
@@ -144,8 +143,35 @@ class Client:
         losses = [(rank["torch"]["losses"], rank["ort"]["losses"]) for rank in ranks]
         assert apart <= TOLERANCE, f"losses are {apart:.2g} apart: {losses}"
         for rank in ranks:
-            differences = different(rank["torch"]["values"], rank["ort"]["values"])
+            differences = differ(rank["torch"]["values"], rank["ort"]["values"])
             assert not differences, differences
+
+
+def programs(
+    *chosen: Callable[[Run], Result], stages: Sequence[int] = (2, 3), launcher: str = "torchrun", ranks: int = 2
+) -> Any:
+    """Return a test of each program at each ZeRO stage; 0 is without DeepSpeed."""
+    cases = [
+        pytest.param(program, stage, id=f"{program.__name__}-{f'zero{stage}' if stage else 'no zero'}")
+        for program in chosen
+        for stage in stages
+    ]
+
+    @pytest.mark.parametrize("program, stage", cases)
+    def test(client: Client, program: Callable[[Run], Result], stage: int) -> None:
+        client.row["program"] = (program.__doc__ or program.__name__).strip().split("\n")[0]
+        client.compare(program, stage, launcher=launcher, ranks=ranks)
+
+    return test
+
+
+def wrapped(run: Run, model: Any) -> Any:
+    """Return the model as the users of ``ort_zero.wrap`` have it; unchanged in PyTorch."""
+    if run.backend == "torch":
+        return model
+    import ort_zero
+
+    return ort_zero.wrap(model, **{key: value for key, value in SECTION.items() if key != "enabled"})
 
 
 def modules_of(packages: Sequence[str]) -> tuple[str, ...]:
@@ -183,13 +209,7 @@ def different(one: Any, other: Any, path: str = "values") -> list[str]:
 
 
 def compare_on_rank(
-    source: str,
-    name: str,
-    stage: int,
-    launcher: str,
-    section: dict[str, Any],
-    zero: dict[str, Any],
-    folder: str,
+    source: str, name: str, stage: int, launcher: str, arguments: tuple[Any, ...], folder: str
 ) -> dict[str, dict[str, Any]]:
     """Run the function `name` of the file `source` without and with the section; all ranks call it."""
     importlib.import_module("torchvision_operators")
@@ -198,14 +218,14 @@ def compare_on_rank(
     program = load(None, source, name)
     report = {}
     for backend in ("torch", "ort"):
-        run = prepare(Path(folder) / backend, backend, stage, launcher, section, zero)
-        report[backend] = run_once(program, run)
+        run = prepare(Path(folder) / backend, backend, stage, launcher)
+        report[backend] = run_once(program, run, arguments)
         gc.collect()
         forget()
     return report
 
 
-def run_once(program: Callable[[Run], Result], run: Run) -> dict[str, Any]:
+def run_once(program: Callable[..., Result], run: Run, arguments: tuple[Any, ...]) -> dict[str, Any]:
     """Run a program with equal seeds; return its losses and values and the status of ort_zero as plain values."""
     import numpy
     import torch
@@ -217,14 +237,12 @@ def run_once(program: Callable[[Run], Result], run: Run) -> dict[str, Any]:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
-    result = program(run)
+    result = program(run, *arguments)
     status = ort_zero.status()
     return {"losses": [float(loss) for loss in result.losses], "values": dict(result.values), "status": status}
 
 
-def prepare(
-    folder: Path, backend: str, stage: int, launcher: str, section: dict[str, Any], zero: dict[str, Any]
-) -> Run:
+def prepare(folder: Path, backend: str, stage: int, launcher: str) -> Run:
     """Write the config of a run and set the environment as the launcher does."""
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
@@ -232,16 +250,15 @@ def prepare(
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, **zero},
+        "zero_optimization": {"stage": stage},
     }
     if stage == 3:
-        config["zero_optimization"] = {
+        config["zero_optimization"] |= {
             "stage3_param_persistence_threshold": 0,
             "stage3_gather_16bit_weights_on_model_save": True,
-            **config["zero_optimization"],
         }
     if backend == "ort":
-        config["ort_zero"] = {**SECTION, **section}
+        config["ort_zero"] = SECTION
     path = folder / f"ds_{os.environ['RANK']}.json"
     path.write_text(json.dumps(config))
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:

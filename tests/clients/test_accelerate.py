@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ZERO_2_AND_3, Result, Run
-from small_data import VOCABULARY, images, padded, sentence_pairs, small_bert, tokens
+from harness import Result, Run, programs
+from small_data import images, padded, sentence_pairs, small_bert, small_gpt2, tokens
 
 PACKAGES = ("accelerate", "transformers", "timm")
 pytestmark = pytest.mark.clients
@@ -80,11 +80,6 @@ def nlp_example(run: Run) -> Result:
     return Result(losses, alive=model, values={"epochs": epochs, "rate": schedule.get_last_lr()})
 
 
-@ZERO_2_AND_3
-def test_nlp_example(client, stage):
-    client.compare(nlp_example, stage, launcher="accelerate")
-
-
 def cv_example(run: Run) -> Result:
     """cv_example: timm's ResNet with frozen body for an epoch's part, `OneCycleLR`, normalization in the loop"""
     import timm
@@ -128,11 +123,6 @@ def cv_example(run: Run) -> Result:
         logits.append(outputs)
     assert sum(map(len, logits)) == 18
     return Result(losses, alive=model, values={"right": right})
-
-
-@ZERO_2_AND_3
-def test_cv_example(client, stage):
-    client.compare(cv_example, stage, launcher="accelerate")
 
 
 def complete_nlp_example(run: Run) -> Result:
@@ -205,59 +195,11 @@ def complete_nlp_example(run: Run) -> Result:
     return Result(first + second + resumed, alive=model, values={"epochs": [before, after], "tracked": rows})
 
 
-@ZERO_2_AND_3
-def test_complete_nlp_example(client, stage):
-    client.compare(complete_nlp_example, stage, launcher="accelerate")
-
-
-def complete_cv_example(run: Run) -> Result:
-    """complete_cv_example: checkpoints by steps, an automatic folder of checkpoints, resumption in a second engine"""
-    from accelerate.utils import ProjectConfiguration
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    def setup() -> tuple[Any, ...]:
-        project = ProjectConfiguration(project_dir=str(run.folder), automatic_checkpoint_naming=True, total_limit=2)
-        accelerator = make_accelerator(project_config=project)
-        torch.manual_seed(42)
-        model = ResNetForImageClassification(
-            ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=4)
-        )
-        loader = torch.utils.data.DataLoader(images(32, size=16), batch_size=4)
-        optimizer = torch.optim.SGD(params=model.parameters(), lr=1e-2, momentum=0.9)
-        return accelerator, *accelerator.prepare(model, optimizer, loader)
-
-    def steps(accelerator, model, optimizer, batches, save_every: int | None = None) -> list[float]:
-        losses = []
-        for step, batch in enumerate(batches, start=1):
-            loss = model(pixel_values=batch["image"], labels=batch["label"]).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            if save_every and step % save_every == 0 and step < 4:
-                accelerator.save_state()
-        return losses
-
-    accelerator, model, optimizer, loader = setup()
-    losses = steps(accelerator, model, optimizer, loader, save_every=2) + steps(accelerator, model, optimizer, loader)
-    accelerator.free_memory(model, optimizer)
-    other, second, optimizer, loader = setup()
-    other.load_state(str(run.folder / "checkpoints" / "checkpoint_0"))
-    resumed = steps(other, second, optimizer, other.skip_first_batches(loader, 2))
-    assert resumed == pytest.approx(losses[2:4], abs=1e-5), (resumed, losses)
-    return Result(losses + resumed, alive=(model, second))
-
-
-@ZERO_2_AND_3
-def test_complete_cv_example(client, stage):
-    client.compare(complete_cv_example, stage, launcher="accelerate")
-
-
 def deepspeed_with_config_support(run: Run) -> Result:
     """deepspeed_with_config_support: optimizer and schedule of the JSON, `unwrap_model(...).save_pretrained`"""
     from accelerate.utils import DummyOptim, DummyScheduler
     from safetensors.torch import load_file
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
     # the JSON of this example has an optimizer and a scheduler of its own
     parts = {
@@ -270,10 +212,7 @@ def deepspeed_with_config_support(run: Run) -> Result:
     with open(run.config_path, "w") as file:
         json.dump({**run.config, **parts}, file)
     accelerator = make_accelerator()
-    torch.manual_seed(42)
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=0,
-                        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
-    model = GPT2LMHeadModel(config)
+    model = small_gpt2()
     decay = [p for n, p in model.named_parameters() if "bias" not in n]
     other = [p for n, p in model.named_parameters() if "bias" in n]
     optimizer = DummyOptim([{"params": decay, "weight_decay": 0.01}, {"params": other, "weight_decay": 0.0}], lr=2e-3)
@@ -303,11 +242,6 @@ def deepspeed_with_config_support(run: Run) -> Result:
     accelerator.wait_for_everyone()
     saved = {name: weight.norm().item() for name, weight in load_file(run.folder / "model/model.safetensors").items()}
     return Result(losses, alive=model, values={"perplexities": perplexities, "saved": saved})
-
-
-@ZERO_2_AND_3
-def test_deepspeed_with_config_support(client, stage):
-    client.compare(deepspeed_with_config_support, stage, launcher="accelerate")
 
 
 def by_feature(run: Run) -> Result:
@@ -354,11 +288,6 @@ def by_feature(run: Run) -> Result:
     return Result(losses, alive=model, values={"tried": tried, "metrics": metrics, "saved": saved, "names": names})
 
 
-@ZERO_2_AND_3
-def test_by_feature(client, stage):
-    client.compare(by_feature, stage, launcher="accelerate")
-
-
 def accumulation_plugin(run: Run) -> Result:
     """`GradientAccumulationPlugin`, `autocast`, `clip_grad_norm_`, `join_uneven_inputs`, `save_state`, `load_state`"""
     from accelerate.utils import GradientAccumulationPlugin
@@ -395,6 +324,7 @@ def accumulation_plugin(run: Run) -> Result:
     return Result(losses, alive=model, values={"norms": norms})
 
 
-@ZERO_2_AND_3
-def test_accumulation_plugin(client, stage):
-    client.compare(accumulation_plugin, stage, launcher="accelerate")
+test_programs = programs(
+    nlp_example, cv_example, complete_nlp_example, deepspeed_with_config_support, by_feature, accumulation_plugin,
+    launcher="accelerate",
+)  # fmt: skip

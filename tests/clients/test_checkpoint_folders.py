@@ -1,24 +1,19 @@
-"""A checkpoint is found where Lightning has put it, and resumes there; PEFT loads what is taken out of one."""
+"""Checkpoints of others' trainers: found where these put them, loaded by them from what aggregate writes."""
 
 from __future__ import annotations
 
 import copy
 import importlib
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_processes.ranks import free_port, run_on_ranks
+from rank_processes.ranks import run_on_ranks
 from torch import nn
 
 from ort_zero.checkpoint import aggregate, diff, list_checkpoints, verify
-from ort_zero.checkpoint.records import MASTER
-from ort_zero.checkpoint.saves import capture
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from checkpoint_files import write
 
 pytestmark = pytest.mark.clients
 
@@ -98,18 +93,10 @@ def test_lightning(tmp_path, sharded):
     assert len(found.different) == found.compared > 4
 
 
-def peft_run(folder: str) -> dict[str, torch.Tensor]:
-    """Train LoRA on a GPT-2 and a head that is trained whole, save; return the logits."""
+def train(model: nn.Module, loss: Any, folder: str, tag: str) -> None:
+    """Do three steps on each rank, and save."""
     import deepspeed
-    from peft import LoraConfig, get_peft_model
 
-    model = small_gpt2()
-    model.save_pretrained(f"{folder}/base")
-    settings = LoraConfig(
-        r=4, lora_alpha=12, use_rslora=True, target_modules=["c_attn", "wte"], modules_to_save=["ln_f"],
-        rank_pattern={"h.1.attn.c_attn": 2}, init_lora_weights=False, task_type="CAUSAL_LM", fan_in_fan_out=True,
-    )  # fmt: skip
-    model = get_peft_model(model, settings)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
@@ -117,16 +104,30 @@ def peft_run(folder: str) -> dict[str, torch.Tensor]:
         "ort_zero": {"backend": "torch"},
     }
     engine, *_ = deepspeed.initialize(model=model, config=config)
-    ids = torch.arange(16).view(2, 8)
     for _ in range(3):
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.backward(loss(engine.module))
         engine.step()
-    engine.save_checkpoint(folder, tag="tuned")
+    engine.save_checkpoint(folder, tag=tag)
+
+
+def peft_run(folder: str) -> dict[str, torch.Tensor]:
+    """Train LoRA on a GPT-2 and a head that is trained whole, save; return the logits."""
+    from peft import LoraConfig, get_peft_model
+
+    model = untied_gpt2()
+    model.save_pretrained(f"{folder}/base")
+    settings = LoraConfig(
+        r=4, lora_alpha=12, use_rslora=True, target_modules=["c_attn", "wte"], modules_to_save=["ln_f"],
+        rank_pattern={"h.1.attn.c_attn": 2}, init_lora_weights=False, task_type="CAUSAL_LM", fan_in_fan_out=True,
+    )  # fmt: skip
+    model = get_peft_model(model, settings)
+    ids = torch.arange(16).view(2, 8)
+    train(model, lambda module: module(input_ids=ids, labels=ids).loss, folder, "tuned")
     with torch.no_grad():
-        return engine.module.eval()(input_ids=ids).logits
+        return model.eval()(input_ids=ids).logits
 
 
-def small_gpt2() -> Any:
+def untied_gpt2() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -157,53 +158,107 @@ def test_peft(tmp_path):
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
 
 
-def test_diffusers(tmp_path):
-    importlib.import_module("torchvision_operators")
-    from diffusers import UNet2DModel
+def sentence_transformer(folder: str) -> Any:
+    """Return a SentenceTransformer of three modules around a small BERT."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Dense, Normalize, Pooling, Transformer
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    model = UNet2DModel(
-        sample_size=8, in_channels=1, out_channels=1, block_out_channels=(32,), layers_per_block=1,
-        down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",), norm_num_groups=8,
-    )  # fmt: skip
-    masters = {(MASTER, name): value.detach() for name, value in model.named_parameters()}
-    write(tmp_path / "run" / "t", masters, tag="t", aliases={}, optimizer=None, config=capture._model_config(model))
-    aggregate(tmp_path / "run" / "t", tmp_path / "unet", max_shard_size=100_000, progress=False)
-    there = {path.name for path in (tmp_path / "unet").iterdir()}
-    assert {"config.json", "diffusion_pytorch_model.safetensors.index.json"} <= there, there
-    aggregate(tmp_path / "run" / "t", tmp_path / "unet", overwrite=True, progress=False)
-    assert not list((tmp_path / "unet").glob("*-of-*")) and not list((tmp_path / "unet").glob("*index*"))
-    loaded, about = UNet2DModel.from_pretrained(tmp_path / "unet", output_loading_info=True)
-    assert not about["missing_keys"] and not about["unexpected_keys"]
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+    words = {word: i for i, word in enumerate(("[PAD]", "[UNK]", "a", "cat", "dog", "sees"))}
+    inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    place = f"{folder}/bert"
+    PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(place)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    BertModel(BertConfig(vocab_size=len(words), max_position_embeddings=16, **sizes)).save_pretrained(place)
+    modules = [Transformer(place), Pooling(16), Dense(16, 8), Normalize()]
+    return SentenceTransformer(modules=modules, device="cpu")
+
+
+def embed(folder: str) -> torch.Tensor:
+    """Train a SentenceTransformer, save as its Trainer does: files of the model, the engine; return embeddings."""
+    rank = int(os.environ["RANK"])
+    model = sentence_transformer(f"{folder}/base_{rank}")
+    run = f"{folder}/output/checkpoint-3"
+    if not rank:
+        model.save_pretrained(run)
+        for path in Path(run).rglob("*.safetensors"):
+            path.unlink()
+
+    def loss(module: Any) -> torch.Tensor:
+        features = module.tokenize(["a cat sees a dog", "a dog"])
+        return module(features)["sentence_embedding"].sum()
+
+    train(model, loss, run, "global_step3")
+    return model.encode(["a cat", "dog sees cat"], convert_to_tensor=True, show_progress_bar=False).cpu()
+
+
+def test_a_sentence_transformer(tmp_path):
+    importlib.import_module("torchvision_operators")  # before transformers looks for torchvision
+    from sentence_transformers import SentenceTransformer
+
+    imports = ("torchvision_operators", "sentence_transformers")
+    expected, _ = run_on_ranks(embed, 2, str(tmp_path), timeout=800, imports=imports)
+    run = tmp_path / "output" / "checkpoint-3"
+    for number, source in enumerate((tmp_path / "output", run, run / "global_step3")):
+        out = tmp_path / f"out_{number}"
+        report = aggregate(source, out, progress=False)
+        assert not report.warnings, report.warnings
+        loaded = SentenceTransformer(str(out), device="cpu")
+        found = loaded.encode(["a cat", "dog sees cat"], convert_to_tensor=True, show_progress_bar=False).cpu()
+        assert torch.allclose(found, expected, atol=1e-6)
+    assert verify(run, progress=False).ok
+
+
+def small_diffusers() -> dict[str, tuple[Any, Any]]:
+    """Return models of diffusers by their class, and a function of model and images that predicts."""
+    import diffusers
+
+    torch.manual_seed(0)
+    sizes = {"block_out_channels": (8, 8), "norm_num_groups": 4, "layers_per_block": 1, "sample_size": 8}
+    blocks = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
+    unet = diffusers.UNet2DModel(in_channels=3, out_channels=3, **sizes, **blocks)
+    autoencoder = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, sample_size=8)
+    return {
+        "UNet2DModel": (unet, lambda module, x: module(x, 3).sample),
+        "AutoencoderKL": (autoencoder, lambda module, x: module(x).sample),
+    }
+
+
+def pictures() -> torch.Tensor:
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def denoise(folder: str) -> dict[str, torch.Tensor]:
+    """Train models of diffusers and save; return what each predicts."""
+    found = {}
+    for kind, (model, predict) in small_diffusers().items():
+        train(model, lambda module, predict=predict: predict(module, pictures()).square().mean(), folder, kind)
+        with torch.no_grad():
+            found[kind] = predict(model.eval(), pictures())
+    return found
+
+
+def test_diffusers(tmp_path):
+    importlib.import_module("torchvision_operators")
+    import diffusers
+
+    imports = ("torchvision_operators", "diffusers")
+    expected, _ = run_on_ranks(denoise, 2, str(tmp_path / "run"), timeout=800, imports=imports)
+    for kind, (_, predict) in small_diffusers().items():
+        out = tmp_path / kind
+        for size, files in ((20_000, True), ("5GB", False)):  # the files of the first are gone after the second
+            report = aggregate(
+                tmp_path / "run", out, tag=kind, max_shard_size=size, overwrite=not files, progress=False
+            )
+            assert not report.warnings, report.warnings
+            assert bool(list(out.glob("*-of-*"))) == bool(list(out.glob("*index*"))) == files
+            model = getattr(diffusers, kind).from_pretrained(out).eval()
+            with torch.no_grad():
+                assert torch.allclose(predict(model, pictures()), expected[kind], atol=1e-5)
     # beside the whole pipeline, as its examples save it
     (tmp_path / "run" / "model_index.json").write_text('{"_class_name": "DDPMPipeline", "unet": ["diffusers", "x"]}')
-    (tmp_path / "run" / "latest").write_text("t")
     report = aggregate(tmp_path / "run", tmp_path / "again", progress=False)
     assert any("one folder for each part" in text for text in report.warnings), report.warnings
-
-
-def test_sentence_transformers(tmp_path, monkeypatch):
-    own = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for name, value in own.items():
-        monkeypatch.setenv(name, str(value))
-    importlib.import_module("torchvision_operators")
-    from sentence_transformers import SentenceTransformer
-    from test_sentence_transformers import model_of, sentence
-
-    model = model_of(tmp_path)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) / 10)
-    expected = model.encode([sentence(i) for i in range(4)], convert_to_tensor=True)
-    # as its trainer does: the model's own files, and the engine's folder among them
-    run = tmp_path / "output" / "checkpoint-3"
-    model.save_pretrained(str(run))
-    masters = {(MASTER, name): value.detach().clone() for name, value in model.named_parameters()}
-    write(run / "global_step3", masters, tag="global_step3", aliases={}, optimizer=None, config={})
-    (run / "latest").write_text("global_step3")
-    out = tmp_path / "sentences"
-    aggregate(tmp_path / "output", out, progress=False)
-    again = SentenceTransformer(str(out), device="cpu")
-    found = again.encode([sentence(i) for i in range(4)], convert_to_tensor=True)
-    assert torch.allclose(found, expected, atol=1e-6)

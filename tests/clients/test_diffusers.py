@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ZERO_2_AND_3, Result, Run
+from harness import Result, Run, programs
 from small_data import images
 from torch.nn import functional as F
 
@@ -101,11 +101,6 @@ def unet(run: Run) -> Result:
     return denoised(run, model, predict, size=16, clip=True)
 
 
-@ZERO_2_AND_3
-def test_unet(client, stage):
-    client.compare(unet, stage, launcher="accelerate")
-
-
 def dit(run: Run) -> Result:
     """DiTTransformer2DModel with class labels, learned sigma left out of the loss"""
     from diffusers import DiTTransformer2DModel
@@ -125,11 +120,6 @@ def dit(run: Run) -> Result:
     return denoised(run, model, predict)
 
 
-@ZERO_2_AND_3
-def test_dit(client, stage):
-    client.compare(dit, stage, launcher="accelerate")
-
-
 def conditional_unet(run: Run) -> Result:
     """UNet2DConditionModel with text states and classifier-free guidance's dropped prompts, as in text-to-image"""
     calls = 0
@@ -141,11 +131,6 @@ def conditional_unet(run: Run) -> Result:
         return model(noisy, steps, encoder_hidden_states=text).sample
 
     return denoised(run, text_unet(), predict)
-
-
-@ZERO_2_AND_3
-def test_conditional_unet(client, stage):
-    client.compare(conditional_unet, stage, launcher="accelerate")
 
 
 def text_to_image_lora(run: Run) -> Result:
@@ -167,6 +152,4 @@ def text_to_image_lora(run: Run) -> Result:
     return denoised(run, model, predict, offset=0.1, clip=True, weights=min_snr)
 
 
-@ZERO_2_AND_3
-def test_text_to_image_lora(client, stage):
-    client.compare(text_to_image_lora, stage, launcher="accelerate")
+test_programs = programs(unet, dit, conditional_unet, text_to_image_lora, launcher="accelerate")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ZERO_2, ZERO_2_AND_3, Result, Run
+from harness import Result, Run, programs
 from small_data import VOCABULARY, images, small_convnet
 from torch import nn
 from torch.nn import functional as F
@@ -70,11 +70,6 @@ def packed_rnn(run: Run) -> Result:
     return Result(losses, alive=engine)
 
 
-@ZERO_2_AND_3
-def test_packed_rnn(client, stage):
-    client.compare(packed_rnn, stage)
-
-
 def gan(run: Run) -> Result:
     """A GAN: the generator's gradients come through the discriminator's engine"""
     torch.manual_seed(0)
@@ -99,11 +94,6 @@ def gan(run: Run) -> Result:
     return Result(losses, alive=(generator, critic))
 
 
-@ZERO_2_AND_3
-def test_gan(client, stage):
-    client.compare(gan, stage)
-
-
 def distillation(run: Run) -> Result:
     """Distillation: a student whose output goes through a frozen teacher in eval mode, which hands gradients back"""
     torch.manual_seed(0)
@@ -122,11 +112,6 @@ def distillation(run: Run) -> Result:
         student.step()
         losses.append(loss.item())
     return Result(losses, alive=(student, teacher))
-
-
-@ZERO_2_AND_3
-def test_distillation(client, stage):
-    client.compare(distillation, stage)
 
 
 def averaged_weights(run: Run) -> Result:
@@ -161,36 +146,4 @@ def averaged_weights(run: Run) -> Result:
     return Result(losses, alive=engine, values={"norms": norms, "names": names, "evaluated": evaluated})
 
 
-@ZERO_2_AND_3
-def test_averaged_weights(client, stage):
-    client.compare(averaged_weights, stage)
-
-
-def stochastic_weight_averaging(run: Run) -> Result:
-    """SWA: `torch.optim.swa_utils.AveragedModel` of `engine.module`, `update_bn` over the batches, evaluation"""
-    from torch.optim.swa_utils import AveragedModel, update_bn
-
-    model = small_convnet()
-    engine = engine_of(run, model, rate=1e-2)
-    average = AveragedModel(engine.module)
-    rows, rank, losses, batches = images(64, size=16), torch.distributed.get_rank(), [], []
-    for step in range(6):
-        mine = rows[8 * step + 4 * rank :][:4]
-        batches.append((torch.stack([row["image"] for row in mine]), torch.stack([row["label"] for row in mine])))
-        loss = F.cross_entropy(engine(batches[-1][0]), batches[-1][1])
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-        if step > 2:
-            average.update_parameters(engine.module)
-    update_bn(batches, average)
-    average.eval()
-    with torch.no_grad():
-        evaluated = average(batches[0][0])
-    state = {name: tensor.sum().item() for name, tensor in average.state_dict().items()}
-    return Result(losses, alive=engine, values={"evaluated": evaluated, "state": state})
-
-
-@ZERO_2  # a copy of partitioned weights has no values
-def test_stochastic_weight_averaging(client, stage):
-    client.compare(stochastic_weight_averaging, stage)
+test_programs = programs(packed_rnn, gan, distillation, averaged_weights)

@@ -6,39 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from harness import NO_ZERO, SECTION, ZERO_2, ZERO_2_AND_3, Result, Run
-from small_data import VOCABULARY, tokens
+from harness import Result, Run, programs, wrapped
+from small_data import small_llama, tokens
 
 PACKAGES = ("peft", "transformers", "accelerate")
 pytestmark = pytest.mark.clients
 
 
-def llama() -> torch.nn.Module:
-    """Return a small Llama."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        )
-    )  # fmt: skip
-
-
-def adapted(run: Run, config: Any, steps: int = 4, rate: float = 5e-3, **more: Any) -> tuple[Any, list[float]]:
-    """Train a Llama with an adapter, and with the same numbers everywhere; return the engine and its losses."""
+def one_by_one(run: Run, configs: list[Any], **inputs: Any) -> Result:
+    """Train the same Llama with one adapter after the other."""
     from peft import get_peft_model
 
-    torch.manual_seed(1)
-    return trained(run, get_peft_model(llama(), config), steps, rate, **more)
-
-
-def one_by_one(run: Run, configs: list[Any], **more: Any) -> Result:
-    """Train with one adapter after the other."""
     start()
-    trainings = [adapted(run, config, **more) for config in configs]
-    return Result([loss for _, losses in trainings for loss in losses], alive=[engine for engine, _ in trainings])
+    losses, engines = [], []
+    for config in configs:
+        torch.manual_seed(1)
+        engine, found = trained(run, get_peft_model(small_llama(), config), steps=3, rate=2e-2, **inputs)
+        losses += found
+        engines.append(engine)
+    return Result(losses, alive=engines)
 
 
 def trained(
@@ -81,7 +67,7 @@ def lora(run: Run) -> Result:
     start()
     torch.manual_seed(1)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
-    model = get_peft_model(llama(), config)
+    model = get_peft_model(small_llama(), config)
     engine, losses = trained(run, model)
     names = sorted(engine.module.state_dict())
     with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=run.stage == 3):
@@ -90,11 +76,6 @@ def lora(run: Run) -> Result:
     torch.distributed.barrier()
     saved = {n: w.norm().item() for n, w in load_file(run.folder / "adapter/adapter_model.safetensors").items()}
     return Result(losses, alive=engine, values={"saved": saved, "names": names})
-
-
-@ZERO_2_AND_3
-def test_lora(client, stage):
-    client.compare(lora, stage)
 
 
 def lora_variants(run: Run) -> Result:
@@ -108,7 +89,7 @@ def lora_variants(run: Run) -> Result:
         {"use_rslora": True, "target_modules": "all-linear", "modules_to_save": ["lm_head"]},
     ):
         torch.manual_seed(1)
-        model = get_peft_model(llama(), LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **more))
+        model = get_peft_model(small_llama(), LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **more))
         model.add_adapter("other", LoraConfig(r=2, target_modules=["k_proj"], task_type="CAUSAL_LM"))
         engine, found = trained(run, model, steps=4)
         losses += found
@@ -116,124 +97,78 @@ def lora_variants(run: Run) -> Result:
     return Result(losses, alive=engines)
 
 
-@ZERO_2_AND_3
-def test_lora_variants(client, stage):
-    client.compare(lora_variants, stage)
-
-
-def prompt_tuning(run: Run) -> Result:
-    """Prompt tuning: virtual tokens before the text, everything else frozen"""
-    from peft import PromptTuningConfig
-
-    return one_by_one(run, [PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)], steps=6, rate=5e-2)
-
-
-@ZERO_2_AND_3
-def test_prompt_tuning(client, stage):
-    client.compare(prompt_tuning, stage)
-
-
-def prefix_and_p_tuning(run: Run) -> Result:
-    """Prefix tuning and P-tuning"""
-    from peft import PrefixTuningConfig, PromptEncoderConfig
-
-    more = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
-    encoder = PromptEncoderConfig(encoder_hidden_size=16, encoder_dropout=0.0, **more)
-    return one_by_one(run, [PrefixTuningConfig(**more), encoder], rate=2e-2)
-
-
-@ZERO_2_AND_3
-def test_prefix_and_p_tuning(client, stage):
-    client.compare(prefix_and_p_tuning, stage)
-
-
-LINEAR = ["q_proj", "v_proj"]
-
-
-def other_adapters(run: Run) -> Result:
-    """(IA)3, LoHa, VeRA, OFT, OFT with `coft`, and layer-norm tuning"""
-    from peft import IA3Config, LNTuningConfig, LoHaConfig, OFTConfig, VeraConfig
-
-    configs = [
-        IA3Config(target_modules=[*LINEAR, "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
-        LoHaConfig(r=4, target_modules=LINEAR),
-        VeraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
-        OFTConfig(oft_block_size=8, target_modules=LINEAR),
-        OFTConfig(oft_block_size=8, coft=True, block_share=True, target_modules=["q_proj"]),
-        LNTuningConfig(task_type="CAUSAL_LM"),
-    ]
-    return one_by_one(run, configs, steps=3, rate=2e-2)
-
-
-@ZERO_2_AND_3
-def test_other_adapters(client, stage):
-    client.compare(other_adapters, stage)
-
-
-def weights_of_their_own_form(run: Run) -> Result:
-    """VB-LoRA, BOFT, LoKr, LoRA with `target_parameters`, `layer_replication`, `trainable_token_indices`"""
-    from peft import BOFTConfig, LoKrConfig, LoraConfig, VBLoRAConfig
-
-    q = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
-    configs = [
-        VBLoRAConfig(r=2, num_vectors=8, vector_length=8, vblora_dropout=0.0, **q),
-        BOFTConfig(boft_block_size=4, **q),
-        LoKrConfig(r=4, **q),
-        LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=[], target_parameters=["q_proj.weight"]),
-        LoraConfig(r=4, layer_replication=[[0, 2], [1, 2]], **q),
-        LoraConfig(r=4, trainable_token_indices=[5, 6, 7], **q),
-    ]
-    return one_by_one(run, configs, steps=3, rate=2e-2)
-
-
-@ZERO_2_AND_3
-def test_weights_of_their_own_form(client, stage):
-    client.compare(weights_of_their_own_form, stage)
-
-
-def context_tuning(run: Run) -> Result:
-    """CPT: context-aware prompt tuning with its own loss over masked tokens"""
-    from peft import CPTConfig
-
-    config = CPTConfig(
-        task_type="CAUSAL_LM", cpt_token_ids=[7, 8, 9, 10], cpt_mask=[1, 1, 1, 1], cpt_tokens_type_mask=[1, 2, 3, 4]
-    )
-    return one_by_one(run, [config], rate=2e-2, input_type_mask=torch.full((4, 16), 4))
-
-
-@ZERO_2_AND_3
-def test_context_tuning(client, stage):
-    client.compare(context_tuning, stage)
-
-
-def more_adapters(run: Run) -> Result:
-    """HRA, FourierFT, MiSS, RandLoRA, C3A, RoAd, PiSSA, LLaMA-Adapter, Poly, DeLoRA, GraLoRA, OSF, trainable tokens"""
+def prompts(run: Run) -> Result:
+    """Prompt tuning, prefix tuning, P-tuning, LLaMA-Adapter; CPT with its own loss over masked tokens"""
     import peft
 
-    q = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
-    configs = [
-        peft.HRAConfig(r=4, **q),
-        peft.FourierFTConfig(n_frequency=20, **q),
-        peft.MissConfig(r=4, **q),
-        peft.RandLoraConfig(r=4, randlora_dropout=0.0, **q),
-        peft.C3AConfig(block_size=8, **q),
-        peft.RoadConfig(group_size=8, **q),
-        peft.LoraConfig(r=4, init_lora_weights="pissa", **q),
-        peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1),
-        peft.DeloraConfig(r=4, **q),
-        peft.GraloraConfig(r=4, gralora_k=2, **q),
-        peft.OSFConfig(**q),
-        peft.TrainableTokensConfig(token_indices=[5, 6, 7], target_modules=["embed_tokens"], task_type="CAUSAL_LM"),
-    ]
-    first = one_by_one(run, configs, steps=2, rate=2e-2)
-    poly = peft.PolyConfig(r=4, n_tasks=2, n_skills=2, **q)
-    second = one_by_one(run, [poly], steps=2, rate=2e-2, task_ids=torch.tensor([0, 1, 0, 1]))
+    more = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+    first = one_by_one(
+        run,
+        [
+            peft.PromptTuningConfig(**more),
+            peft.PrefixTuningConfig(**more),
+            peft.PromptEncoderConfig(encoder_hidden_size=16, encoder_dropout=0.0, **more),
+            peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1),
+        ],
+    )
+    context = peft.CPTConfig(
+        task_type="CAUSAL_LM", cpt_token_ids=[7, 8, 9, 10], cpt_mask=[1, 1, 1, 1], cpt_tokens_type_mask=[1, 2, 3, 4]
+    )
+    second = one_by_one(run, [context], input_type_mask=torch.full((4, 16), 4))
     return Result([*first.losses, *second.losses], alive=(first.alive, second.alive))
 
 
-@ZERO_2_AND_3
-def test_more_adapters(client, stage):
-    client.compare(more_adapters, stage)
+def other_adapters(run: Run) -> Result:
+    """(IA)3, LoHa, LoKr, VeRA, VB-LoRA, OFT, OFT with `coft`, BOFT, HRA, FourierFT, MiSS, RandLoRA, layer norms"""
+    import peft
+
+    q = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+    linear = ["q_proj", "v_proj"]
+    return one_by_one(
+        run,
+        [
+            peft.IA3Config(
+                target_modules=[*linear, "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+            ),
+            peft.LoHaConfig(r=4, target_modules=linear),
+            peft.LoKrConfig(r=4, **q),
+            peft.VeraConfig(r=4, **q),
+            peft.VBLoRAConfig(r=2, num_vectors=8, vector_length=8, vblora_dropout=0.0, **q),
+            peft.OFTConfig(oft_block_size=8, target_modules=linear),
+            peft.OFTConfig(oft_block_size=8, coft=True, block_share=True, target_modules=["q_proj"]),
+            peft.BOFTConfig(boft_block_size=4, **q),
+            peft.HRAConfig(r=4, **q),
+            peft.FourierFTConfig(n_frequency=20, **q),
+            peft.MissConfig(r=4, **q),
+            peft.RandLoraConfig(r=4, randlora_dropout=0.0, **q),
+            peft.LNTuningConfig(task_type="CAUSAL_LM"),
+        ],
+    )
+
+
+def weights_of_their_own_form(run: Run) -> Result:
+    """LoRA on parameters, repeated layers and tokens, PiSSA, C3A, RoAd, DeLoRA, GraLoRA, OSF, trainable tokens, Poly"""
+    import peft
+
+    q = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+    first = one_by_one(
+        run,
+        [
+            peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=[], target_parameters=["q_proj.weight"]),
+            peft.LoraConfig(r=4, layer_replication=[[0, 2], [1, 2]], **q),
+            peft.LoraConfig(r=4, trainable_token_indices=[5, 6, 7], **q),
+            peft.LoraConfig(r=4, init_lora_weights="pissa", **q),
+            peft.C3AConfig(block_size=8, **q),
+            peft.RoadConfig(group_size=8, **q),
+            peft.DeloraConfig(r=4, **q),
+            peft.GraloraConfig(r=4, gralora_k=2, **q),
+            peft.OSFConfig(**q),
+            peft.TrainableTokensConfig(token_indices=[5, 6, 7], target_modules=["embed_tokens"], task_type="CAUSAL_LM"),
+        ],
+    )
+    poly = peft.PolyConfig(r=4, n_tasks=2, n_skills=2, **q)
+    second = one_by_one(run, [poly], task_ids=torch.tensor([0, 1, 0, 1]))
+    return Result([*first.losses, *second.losses], alive=(first.alive, second.alive))
 
 
 def budget_of_ranks(run: Run) -> Result:
@@ -243,25 +178,17 @@ def budget_of_ranks(run: Run) -> Result:
     start()
     torch.manual_seed(1)
     ranks = {"init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 1, "deltaT": 1, "total_step": 6, "lora_dropout": 0.0}
-    model = get_peft_model(llama(), AdaLoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **ranks))
+    model = get_peft_model(small_llama(), AdaLoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **ranks))
     engine, losses = trained(run, model, rate=2e-2)
     return Result(losses, alive=engine)
-
-
-@ZERO_2  # torch's form of the loss takes no partitioned weights
-def test_budget_of_ranks(client, stage):
-    client.compare(budget_of_ranks, stage)
 
 
 def coming_and_going(run: Run) -> Result:
     """Adapters of a model in `ort_zero.wrap` that are added, switched, disabled, merged and deleted in training"""
     from peft import LoraConfig, get_peft_model
 
-    import ort_zero
-
-    base = llama()
-    if run.backend == "ort":
-        ort_zero.wrap(base, **{key: value for key, value in SECTION.items() if key != "enabled"})
+    base = small_llama()
+    wrapped(run, base)
     configs = [
         LoraConfig(r=r, lora_dropout=0.0, target_modules=names) for r, names in ((4, ["q_proj"]), (2, ["down_proj"]))
     ]
@@ -303,6 +230,7 @@ def coming_and_going(run: Run) -> Result:
     return Result(losses, alive=(model, whole), values={"evaluated": evaluated})
 
 
-@NO_ZERO
-def test_coming_and_going(client, stage):
-    client.compare(coming_and_going, stage)
+test_programs = programs(lora, lora_variants, prompts, other_adapters, weights_of_their_own_form)
+# torch's form of the loss takes no partitioned weights
+test_programs_under_zero2 = programs(budget_of_ranks, stages=[2])
+test_programs_without_deepspeed = programs(coming_and_going, stages=[0])

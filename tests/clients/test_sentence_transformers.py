@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ZERO_2_AND_3, ZERO_3, Result, Run, begin_trainer
+from harness import Result, Run, begin_trainer, programs
 
 PACKAGES = ("sentence-transformers", "datasets", "transformers", "accelerate")
 pytestmark = pytest.mark.clients
@@ -100,11 +100,6 @@ def pairs_with_negatives(run: Run) -> Result:
     return Result(logged(trainer), alive=trainer)
 
 
-@ZERO_2_AND_3
-def test_pairs_with_negatives(client, stage):
-    client.compare(pairs_with_negatives, stage)
-
-
 def similarity_and_matryoshka(run: Run) -> Result:
     """SentenceTransformerTrainer with `CosineSimilarityLoss`, and with `MatryoshkaLoss` around ranking"""
     from datasets import Dataset
@@ -119,11 +114,6 @@ def similarity_and_matryoshka(run: Run) -> Result:
     ranking = MatryoshkaLoss(other, MultipleNegativesRankingLoss(other), [32, 16])
     second = trained(run, Dataset.from_dict(rows), ranking, other)
     return Result(logged(first) + logged(second), alive=(first, second))
-
-
-@ZERO_2_AND_3
-def test_similarity_and_matryoshka(client, stage):
-    client.compare(similarity_and_matryoshka, stage)
 
 
 def losses_of_other_kinds(run: Run) -> Result:
@@ -146,11 +136,6 @@ def losses_of_other_kinds(run: Run) -> Result:
         model = model_of(run.folder)
         trainers.append(trained(run, Dataset.from_dict(data), loss(model), model, optim="sgd"))
     return Result([value for trainer in trainers for value in logged(trainer)], alive=(trainers, guide))
-
-
-@ZERO_3
-def test_losses_of_other_kinds(client, stage):
-    client.compare(losses_of_other_kinds, stage)
 
 
 def cross_and_sparse_encoders(run: Run) -> Result:
@@ -190,6 +175,5 @@ def cross_and_sparse_encoders(run: Run) -> Result:
     return Result(logged(first) + logged(second), alive=(first, second))
 
 
-@ZERO_2_AND_3
-def test_cross_and_sparse_encoders(client, stage):
-    client.compare(cross_and_sparse_encoders, stage)
+test_programs = programs(pairs_with_negatives, similarity_and_matryoshka, cross_and_sparse_encoders)
+test_programs_under_zero3 = programs(losses_of_other_kinds, stages=[3])

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ZERO_2, ZERO_2_AND_3, ZERO_3, Result, Run, begin_trainer
-from small_data import VOCABULARY, padded, sentence_pairs, small_bert, tokens
+from harness import Result, Run, begin_trainer, programs
+from small_data import VOCABULARY, padded, sentence_pairs, small_bert, small_gpt2, tokens
 
 PACKAGES = ("transformers", "accelerate")
 pytestmark = pytest.mark.clients
@@ -56,19 +56,6 @@ def arguments(run: Run, kind: str = "TrainingArguments", **flags: Any) -> Any:
     return made
 
 
-def gpt2() -> torch.nn.Module:
-    """Return a small GPT-2 without dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=1,
-            pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )
-    )  # fmt: skip
-
-
 def bart() -> torch.nn.Module:
     """Return a small BART for generation without dropout."""
     from transformers import BartConfig, BartForConditionalGeneration
@@ -109,7 +96,7 @@ def evaluation_and_best_model(run: Run) -> Result:
             load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False, **flags,
         )  # fmt: skip
         return Trainer(
-            model=gpt2(), args=made, train_dataset=Rows(tokens(32)), eval_dataset=Rows(tokens(13, seed=1)),
+            model=small_gpt2(), args=made, train_dataset=Rows(tokens(32)), eval_dataset=Rows(tokens(13, seed=1)),
             callbacks=[EarlyStoppingCallback(early_stopping_patience=3)],
         )  # fmt: skip
 
@@ -127,89 +114,28 @@ def evaluation_and_best_model(run: Run) -> Result:
     return Result(one.losses, alive=(first, second), values=one.values)
 
 
-@ZERO_2_AND_3
-def test_evaluation_and_best_model(client, stage):
-    client.compare(evaluation_and_best_model, stage)
-
-
 def accumulation_and_clipping(run: Run) -> Result:
-    """Trainer: `gradient_accumulation_steps`, `max_grad_norm`, cosine schedule, warm-up, weight decay, `neftune`"""
+    """Trainer: `gradient_accumulation_steps`, `max_grad_norm`, cosine schedule, warm-up, weight decay"""
     from transformers import Trainer
 
     flags = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5}
     trainer = Trainer(
-        model=gpt2(), args=arguments(run, gradient_accumulation_steps=3, adam_beta2=0.95, **flags),
+        model=small_gpt2(), args=arguments(run, gradient_accumulation_steps=3, adam_beta2=0.95, **flags),
         train_dataset=Rows(tokens(64)),
     )  # fmt: skip
     trainer.train()
     return result(trainer, norms=[float(norm) for norm in logged(trainer, "grad_norm")])
 
 
-@ZERO_2_AND_3
-def test_accumulation_and_clipping(client, stage):
-    client.compare(accumulation_and_clipping, stage)
-
-
-def neftune(run: Run) -> Result:
-    """Trainer: `neftune_noise_alpha` 1e-9, noise on the embeddings so small that the losses can be compared"""
+def gradient_checkpointing(run: Run) -> Result:
+    """Trainer: `gradient_checkpointing=True`"""
     from transformers import Trainer
 
     trainer = Trainer(
-        model=gpt2(), args=arguments(run, neftune_noise_alpha=1e-9, torch_compile=False), train_dataset=Rows(tokens(32))
+        model=small_gpt2(), args=arguments(run, gradient_checkpointing=True), train_dataset=Rows(tokens(32))
     )
     trainer.train()
     return result(trainer)
-
-
-@ZERO_2_AND_3
-def test_neftune(client, stage):
-    client.compare(neftune, stage)
-
-
-OPTIMIZERS = ("adamw_torch", "adafactor", "sgd", "rmsprop", "adamw_torch_fused")
-SCHEDULES = {
-    "adamw_torch": ("linear", {}),
-    "adafactor": ("constant_with_warmup", {}),
-    "sgd": ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
-    "rmsprop": ("cosine_with_restarts", {"num_cycles": 2}),
-    "adamw_torch_fused": ("inverse_sqrt", {}),
-}
-
-
-def optimizers_and_schedules(run: Run) -> Result:
-    """Trainer: `optim` AdamW, Adafactor, SGD, RMSprop and fused AdamW, each with another `lr_scheduler_type`"""
-    from transformers import Trainer
-
-    losses, rates, trainers = [], [], []
-    for name in OPTIMIZERS:
-        schedule, more = SCHEDULES[name]
-        flags = {"optim": name, "lr_scheduler_type": schedule, "lr_scheduler_kwargs": more, "warmup_steps": 1}
-        made = arguments(run, max_steps=4, learning_rate=1e-2 if name == "sgd" else 1e-3, **flags)
-        trainer = Trainer(model=small_bert(), args=made, train_dataset=Rows(sentence_pairs(32)), data_collator=padded)
-        trainer.train()
-        losses += logged(trainer)
-        rates += logged(trainer, "learning_rate")
-        trainers.append(trainer)
-    return Result(losses, alive=trainers, values={"rates": rates})
-
-
-@ZERO_2
-def test_optimizers_and_schedules(client, stage):
-    client.compare(optimizers_and_schedules, stage)
-
-
-def gradient_checkpointing(run: Run) -> Result:
-    """Trainer: `gradient_checkpointing=True`, with the section's `"checkpointing": "recompute"`"""
-    from transformers import Trainer
-
-    trainer = Trainer(model=gpt2(), args=arguments(run, gradient_checkpointing=True), train_dataset=Rows(tokens(32)))
-    trainer.train()
-    return result(trainer)
-
-
-@ZERO_2_AND_3
-def test_gradient_checkpointing(client, stage):
-    client.compare(gradient_checkpointing, stage)
 
 
 # -- classification ----------------------------------------------------------------------------------------------------
@@ -237,11 +163,6 @@ def classification(run: Run) -> Result:
     trainer.train()
     assert seen and all(rows == (16,) for rows in seen), seen
     return result(trainer, accuracy=logged(trainer, "eval_accuracy"))
-
-
-@ZERO_2_AND_3
-def test_classification(client, stage):
-    client.compare(classification, stage)
 
 
 def batch_size_that_fits(run: Run) -> Result:
@@ -273,11 +194,6 @@ def batch_size_that_fits(run: Run) -> Result:
     return result(trainer, steps=counter.steps, batch=trainer._train_batch_size)
 
 
-@ZERO_2  # the Trainer refuses it under ZeRO-3
-def test_batch_size_that_fits(client, stage):
-    client.compare(batch_size_that_fits, stage)
-
-
 # -- sequence to sequence ----------------------------------------------------------------------------------------------
 
 
@@ -302,11 +218,6 @@ def translation(run: Run) -> Result:
     trainer.train()
     predicted = trainer.predict(Rows(tokens(4, length=8, seed=2)), max_length=6)
     return result(trainer, generated=generated, predicted=predicted.predictions.tolist())
-
-
-@ZERO_2_AND_3
-def test_translation(client, stage):
-    client.compare(translation, stage)
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -336,11 +247,9 @@ def saved_and_loaded(run: Run) -> Result:
     return Result(logged(first) + logged(second), alive=(first, second), values=values)
 
 
-@ZERO_2
-def test_saved_and_loaded(client, stage):
-    client.compare(saved_and_loaded, stage)
-
-
-@ZERO_3
-def test_saved_and_loaded_into_partitioned_weights(client, stage):
-    client.compare(saved_and_loaded, stage)
+test_programs = programs(
+    evaluation_and_best_model, accumulation_and_clipping, gradient_checkpointing, classification, translation,
+    saved_and_loaded,
+)  # fmt: skip
+# the Trainer refuses it under ZeRO-3
+test_programs_under_zero2 = programs(batch_size_that_fits, stages=[2])

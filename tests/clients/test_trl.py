@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TOLERANCE, ZERO_2_AND_3, Result, Run
+from harness import TOLERANCE, Result, Run, programs
 from rank_processes.ranks import run_script_on_ranks
+from small_data import small_llama
 
 PACKAGES = ("trl", "transformers", "accelerate", "peft", "datasets")
 pytestmark = pytest.mark.clients
@@ -26,7 +27,7 @@ def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    special = ["<pad>", "<eos>", "<unk>", "<bos>", "user", "assistant"]
+    special = ["<pad>", "<bos>", "<eos>", "<unk>", "user", "assistant"]
     vocabulary = {word: i for i, word in enumerate([*special, *(f"w{i}" for i in range(WORDS))])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -37,22 +38,19 @@ def tokenizer() -> Any:
     return made
 
 
-def settings(**more: Any) -> Any:
-    """Return the configuration of a small Llama."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=WORDS + 6, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=3, eos_token_id=1, pad_token_id=0, **more,
-    )  # fmt: skip
-
-
 def llama(seed: int = 0) -> Any:
     """Return a small Llama with a head for language models."""
-    from transformers import LlamaForCausalLM
+    return small_llama(WORDS + 6, seed)
 
+
+def scorer(seed: int = 0) -> Any:
+    """Return a small Llama that gives a text one number."""
+    from transformers import LlamaForSequenceClassification
+
+    config = llama().config
+    config.num_labels = 1
     torch.manual_seed(seed)
-    return LlamaForCausalLM(settings())
+    return LlamaForSequenceClassification(config)
 
 
 def texts(rows: int) -> list[str]:
@@ -147,26 +145,6 @@ def sft_conversations(run: Run) -> Result:
     return trained(trainer)
 
 
-def sft_adapters(run: Run) -> Result:
-    """SFTTrainer with DoRA, IA3 and prefix tuning, one after the other"""
-    from peft import IA3Config, PrefixTuningConfig
-    from trl import SFTConfig, SFTTrainer
-
-    ia3 = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
-    prefix = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    losses, trainers, values = [], [], {}
-    for name, adapter in {"dora": lora(use_dora=True), "ia3": ia3, "prefix": prefix}.items():
-        trainer = SFTTrainer(
-            model=llama(), args=SFTConfig(**options(run, max_length=32, max_steps=4)),
-            train_dataset=rows(text=texts(32)), processing_class=tokenizer(), peft_config=adapter,
-        )  # fmt: skip
-        result = trained(trainer)
-        losses += result.losses
-        trainers.append(trainer)
-        values[name] = result.values
-    return Result(losses, alive=trainers, values=values)
-
-
 # -- preferences -------------------------------------------------------------------------------------------------------
 
 
@@ -212,36 +190,14 @@ def kto(run: Run) -> Result:
 
 def reward_model(run: Run) -> Result:
     """RewardTrainer on a classifier with one label"""
-    from transformers import LlamaForSequenceClassification
     from trl import RewardConfig, RewardTrainer
 
     lines = texts(64)
-    torch.manual_seed(0)
     trainer = RewardTrainer(
-        model=LlamaForSequenceClassification(settings(num_labels=1)), args=RewardConfig(**options(run, max_length=32)),
+        model=scorer(), args=RewardConfig(**options(run, max_length=32)),
         train_dataset=rows(chosen=lines[:32], rejected=lines[32:]), processing_class=tokenizer(),
     )  # fmt: skip
     return trained(trainer)
-
-
-def dpo_losses(run: Run) -> Result:
-    """DPOTrainer with IPO, and with a sum of two losses, trained by SGD"""
-    from trl import DPOConfig, DPOTrainer
-
-    losses, trainers = [], []
-    for more in (
-        {"loss_type": ["ipo"]},
-        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
-    ):
-        # Adam's steps are the same whatever a gradient's scale is
-        flags = options(run, max_length=64, max_steps=3, optim="sgd", **{**more, "learning_rate": 0.1})
-        trainer = DPOTrainer(
-            model=llama(), ref_model=llama(1), args=DPOConfig(**flags),
-            train_dataset=preferences(), processing_class=tokenizer(),
-        )  # fmt: skip
-        losses += trained(trainer).losses
-        trainers.append(trainer)
-    return Result(losses, alive=trainers)
 
 
 # -- generation and reward ---------------------------------------------------------------------------------------------
@@ -286,26 +242,6 @@ def grpo_lora(run: Run) -> Result:
     return trained(trainer)
 
 
-def grpo_losses(run: Run) -> Result:
-    """GRPOTrainer with LoRA and two rewards: Dr. GRPO, and DAPO with masked truncated completions"""
-    from trl import GRPOConfig, GRPOTrainer
-
-    more = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "max_steps": 3}
-    losses, trainers = [], []
-    for kind in (
-        {"loss_type": "dr_grpo", "scale_rewards": False},
-        {"loss_type": "dapo", "epsilon_high": 0.3, "mask_truncated_completions": True},
-    ):
-        trainer = GRPOTrainer(
-            model=llama(), args=GRPOConfig(**options(run, beta=0.05, **more, **kind)),
-            train_dataset=rows(prompt=texts(16)), processing_class=tokenizer(), peft_config=lora(),
-            reward_funcs=[distinct_words, lambda completions, **_: [len(text) / 50 for text in completions]],
-        )  # fmt: skip
-        losses += trained(trainer).losses
-        trainers.append(trainer)
-    return Result(losses, alive=trainers)
-
-
 def rloo(run: Run) -> Result:
     """RLOOTrainer: generates, scores, trains"""
     from trl import RLOOConfig, RLOOTrainer
@@ -320,12 +256,10 @@ def rloo(run: Run) -> Result:
 
 def grpo_reward_model(run: Run) -> Result:
     """GRPOTrainer with a reward model, which it prepares as an engine and calls under `torch.inference_mode()`"""
-    from transformers import LlamaForSequenceClassification
     from trl import GRPOConfig, GRPOTrainer
 
     more = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "max_steps": 4}
-    torch.manual_seed(3)
-    reward = LlamaForSequenceClassification(settings(num_labels=1))  # before there is a config for ZeRO-3
+    reward = scorer(3)  # before there is a config for ZeRO-3
     trainer = GRPOTrainer(
         model=llama(), args=GRPOConfig(**options(run, **more, importance_sampling_level="sequence")),
         train_dataset=rows(prompt=texts(16)), processing_class=tokenizer(),
@@ -375,38 +309,10 @@ def online_dpo(run: Run) -> Result:
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
-@ZERO_2_AND_3
-@pytest.mark.parametrize(
-    "program", [sft, sft_lora_packing, dpo, dpo_lora, grpo, kto], ids=lambda program: program.__name__
-)
-def test_programs_whose_loss_has_the_head(client, program, stage):
-    client.compare(program, stage)
-
-
-@ZERO_2_AND_3
-@pytest.mark.parametrize(
-    "program",
-    [
-        sft_conversations,
-        sft_adapters,
-        grpo_lora,
-        grpo_reward_model,
-        rloo,
-        orpo_and_cpo,
-        gkd,
-        online_dpo,
-        dpo_losses,
-        grpo_losses,
-    ],
-    ids=lambda program: program.__name__,
-)
-def test_other_forms(client, program, stage):
-    client.compare(program, stage)
-
-
-@ZERO_2_AND_3
-def test_reward_model(client, stage):
-    client.compare(reward_model, stage)
+test_programs = programs(
+    sft, sft_lora_packing, sft_conversations, dpo, dpo_lora, kto, reward_model, grpo, grpo_lora, grpo_reward_model,
+    rloo, gkd, orpo_and_cpo, online_dpo,
+)  # fmt: skip
 
 
 def test_the_example_trains_in_onnxruntime_as_in_pytorch(client, tmp_path):

@@ -9,22 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import NO_ZERO, SECTION, ZERO_3, Result, Run
+from harness import Result, Run, programs, wrapped
 from small_data import images, padded, sentence_pairs, small_bert, small_convnet
-from torch import nn
 from torch.nn import functional as F
 
 PACKAGES = ("lightning", "accelerate", "transformers")
 pytestmark = pytest.mark.clients
-
-
-def wrapped(run: Run, model: nn.Module) -> nn.Module:
-    """Return the model as the users of ``ort_zero.wrap`` have it."""
-    if run.backend == "torch":
-        return model
-    import ort_zero
-
-    return ort_zero.wrap(model, **{key: value for key, value in SECTION.items() if key != "enabled"})
 
 
 def lightning_with_ddp(run: Run) -> Result:
@@ -72,11 +62,6 @@ def lightning_with_ddp(run: Run) -> Result:
     return Result(classifier.losses + other.losses, alive=(classifier, other), values=values)
 
 
-@NO_ZERO
-def test_lightning_with_ddp(client, stage):
-    client.compare(lightning_with_ddp, stage)
-
-
 def loop_with_ddp(run: Run) -> Result:
     """A plain loop: `DistributedDataParallel(ort_zero.wrap(model))`, `no_sync`, evaluation, `state_dict`"""
     from torch.nn.parallel import DistributedDataParallel
@@ -106,11 +91,6 @@ def loop_with_ddp(run: Run) -> Result:
     return Result(losses, alive=parallel, values={"logits": logits, "names": names})
 
 
-@NO_ZERO
-def test_loop_with_ddp(client, stage):
-    client.compare(loop_with_ddp, stage)
-
-
 def accelerate_with_ddp(run: Run) -> Result:
     """Accelerate without DeepSpeed: `prepare` of a wrapped model, accumulation, `gather_for_metrics`, `unwrap_model`"""
     from accelerate import Accelerator
@@ -133,11 +113,6 @@ def accelerate_with_ddp(run: Run) -> Result:
         losses.append(outputs.loss.item())
     names = sorted(accelerator.unwrap_model(model).state_dict())
     return Result(losses, alive=model, values={"right": right, "names": names})
-
-
-@NO_ZERO
-def test_accelerate_with_ddp(client, stage):
-    client.compare(accelerate_with_ddp, stage)
 
 
 def lightning_conversion(run: Run) -> Result:
@@ -165,6 +140,5 @@ def lightning_conversion(run: Run) -> Result:
     return Result(losses, alive=engine, values={"norms": norms, "kept": {name: found[name] for name in kept}})
 
 
-@ZERO_3
-def test_lightning_conversion(client, stage):
-    client.compare(lightning_conversion, stage)
+test_programs_without_deepspeed = programs(lightning_with_ddp, loop_with_ddp, accelerate_with_ddp, stages=[0])
+test_programs_under_zero3 = programs(lightning_conversion, stages=[3])

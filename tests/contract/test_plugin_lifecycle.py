@@ -7,7 +7,6 @@ import textwrap
 
 import pytest
 from fresh_process import run
-from older_versions import older
 from rank_processes.ranks import free_port
 
 from ort_zero.compat import versions
@@ -22,10 +21,8 @@ NO_ENTRY_POINT = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     [
         "import torch, deepspeed",
         "import deepspeed, torch",
-        "import torch, ort_zero, deepspeed",
         "import ort_zero, deepspeed",
         "import ort_zero; ort_zero.enable(); import torch, deepspeed",
-        "import torch, deepspeed, ort_zero; ort_zero.enable()",
     ],
 )
 def test_entry_point_arms_in_every_order_and_disable_restores(code):
@@ -41,11 +38,14 @@ def test_entry_point_arms_in_every_order_and_disable_restores(code):
     """)
 
 
-@pytest.mark.parametrize("code", ["import ort_zero, torch, deepspeed", "import torch, deepspeed, ort_zero"])
-def test_enable_by_hand_and_back_leaves_the_very_objects(code):
+def test_enable_by_hand_and_back_leaves_the_very_objects_and_what_is_refused_changes_nothing():
     run(
-        f"""
-        {code}
+        """
+        import functools, torch, deepspeed, ort_zero
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from ort_zero.backends import registry
+        from ort_zero.compat import versions
         before = snapshot()
         assert not patched()
         for _ in range(2):
@@ -55,6 +55,35 @@ def test_enable_by_hand_and_back_leaves_the_very_objects(code):
             assert same(snapshot(), once) and patched()
             ort_zero.disable()
             assert same(snapshot(), before)
+
+        def enabling_is_refused(*parts):
+            now = snapshot()
+            message = refused(ort_zero.enable)
+            assert all(part in message for part in parts) and "\\n" not in message, message
+            assert same(snapshot(), now) and "deepspeed" not in registry.patch_sets
+            # older transformers import onnxruntime
+            assert ort_zero.status()["enabled"] == ("ORTModule" in registry.patch_sets)
+            assert "onnxruntime.training" in sys.modules or not ort_zero.status()["enabled"]
+
+        # another library's patch
+        for owner, name in ((DeepSpeedEngine, "__init__"), (DeepSpeedZeRoOffload, "setup_zero_stage3_hooks")):
+            original = getattr(owner, name)
+            @functools.wraps(original)
+            def strange(self, *args, **kwargs):
+                return original(self, *args, **kwargs)
+            setattr(owner, name, strange)
+            enabling_is_refused("PatchError", name)
+            setattr(owner, name, original)
+        # an unsupported version
+        true = versions.metadata.version
+        versions.metadata.version = lambda name: "0.13.5" if name == "deepspeed" else true(name)
+        enabling_is_refused("UnsupportedVersionError", "deepspeed 0.13.5", "pip install")
+        versions.metadata.version = true
+        # an engine that exists
+        engine = object.__new__(DeepSpeedEngine)
+        torch.nn.Module.__init__(engine)
+        enabling_is_refused("PatchError", "before")
+        engine.__class__ = torch.nn.Module  # its own destructor wants what the constructor sets
         """,
         **NO_ENTRY_POINT,
     )
@@ -90,77 +119,11 @@ def test_disable_variable_switches_everything_off():
     )
 
 
-def test_enable_after_an_engine_exists_is_refused_and_changes_nothing():
-    run(
-        """
-        import deepspeed, ort_zero
-        from deepspeed.runtime.engine import DeepSpeedEngine
-        import torch
-        engine = object.__new__(DeepSpeedEngine)
-        torch.nn.Module.__init__(engine)
-        before = snapshot()
-        message = refused(ort_zero.enable)
-        assert message.startswith("PatchError") and "before" in message and "\\n" not in message, message
-        assert same(snapshot(), before)
-        # taken apart by hand: its own destructor wants what the constructor sets
-        engine.__class__ = torch.nn.Module
-        """,
-        **NO_ENTRY_POINT,
-    )
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        "runtime.engine:DeepSpeedEngine.__init__",
-        "runtime.zero.parameter_offload:DeepSpeedZeRoOffload.setup_zero_stage3_hooks",
-    ],
-)
-def test_another_librarys_patch_is_refused_and_deepspeed_left_alone(target):
-    run(
-        f"""
-        import functools, importlib, deepspeed, ort_zero
-        module, _, path = "deepspeed.{target}".partition(":")
-        owner, name = path.split(".")
-        cls = getattr(importlib.import_module(module), owner)
-        original = getattr(cls, name)
-        @functools.wraps(original)
-        def strange(self, *args, **kwargs):
-            return original(self, *args, **kwargs)
-        setattr(cls, name, strange)
-        before = snapshot()
-        message = refused(ort_zero.enable)
-        assert message.startswith("PatchError") and name in message, message
-        from ort_zero.backends import registry
-        assert same(snapshot(), before) and "deepspeed" not in registry.patch_sets
-        # transformers 4.44 imports onnxruntime
-        assert ort_zero.status()["enabled"] == ("ORTModule" in registry.patch_sets)
-        assert "onnxruntime.training" in sys.modules or not ort_zero.status()["enabled"]
-        """,
-        **NO_ENTRY_POINT,
-    )
-
-
 _OLD = """
 from importlib import metadata
 true = metadata.version
 metadata.version = lambda name: "0.13.5" if name == "deepspeed" else true(name)
 """
-
-
-def test_unsupported_version_is_refused_in_one_line():
-    run(
-        _OLD
-        + textwrap.dedent("""
-        import deepspeed, ort_zero
-        before = snapshot()
-        message = refused(ort_zero.enable)
-        assert message.startswith("UnsupportedVersionError") and "\\n" not in message, message
-        assert "deepspeed 0.13.5" in message and "pip install" in message, message
-        assert same(snapshot(), before)
-        """),
-        **NO_ENTRY_POINT,
-    )
 
 
 def test_entry_point_with_an_unsupported_version_warns_once_and_imports_go_on():
@@ -192,7 +155,6 @@ def test_entry_point_with_an_unsupported_version_warns_once_and_imports_go_on():
     assert output.count("not enabled, DeepSpeed is left as it is") == 1
 
 
-@pytest.mark.skipif(older("torch", "2.5"), reason="this torch loads no entry points")
 def test_entry_point_never_breaks_import_torch():
     run("""
         import ort_zero.env

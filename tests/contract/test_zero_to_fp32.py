@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import shutil
@@ -20,7 +19,6 @@ from torch import nn
 
 import ort_zero
 from ort_zero.checkpoint import zero_to_fp32
-from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -28,8 +26,6 @@ from ort_zero.errors import CheckpointError, CorruptCheckpointError
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 OURS = GOLDEN / f"checkpoint_v{manifest.VERSION}"
 THEIRS = [GOLDEN / "deepspeed_zero2", GOLDEN / "deepspeed_zero3"]
-TAKES_A_FILE = "output_file" in inspect.signature(stock.convert_zero_checkpoint_to_fp32_state_dict).parameters
-"""Whether DeepSpeed's conversion is given the file that it writes, and not a folder."""
 FROZEN = {"frozen.weight", "frozen.bias"}
 
 
@@ -48,12 +44,6 @@ def assert_same(found: dict, wanted: dict, *, of_deepspeed: bool = False) -> Non
             kind = min(found[name].dtype, value.dtype, key=lambda dtype: dtype.is_floating_point)
             found, value = {**found, name: found[name].to(kind)}, value.to(kind)
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
-
-
-def let_deepspeed_load(monkeypatch) -> None:
-    """Let a DeepSpeed before 0.16 load objects: it does not say yet that it does, as torch wants since 2.6."""
-    if older("deepspeed", "0.16"):
-        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
 
 
 @pytest.fixture
@@ -100,18 +90,14 @@ def test_a_deepspeed_that_reads_no_weights_of_files_gets_tensors(switched_off, m
 
 @pytest.mark.parametrize("folder", THEIRS, ids=lambda path: path.name)
 @pytest.mark.parametrize("exclude", [False, True])
-def test_results_are_those_of_deepspeeds_own(folder, exclude, tmp_path, monkeypatch):
-    let_deepspeed_load(monkeypatch)
+def test_results_are_those_of_deepspeeds_own(folder, exclude, tmp_path):
     theirs = stock.get_fp32_state_dict_from_zero_checkpoint(str(folder), exclude_frozen_parameters=exclude)
     ours = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder), exclude_frozen_parameters=exclude)
     assert_same(ours, theirs, of_deepspeed=True)
-    (tmp_path / "theirs").mkdir()
-    to = tmp_path / "theirs" / "pytorch_model.bin" if TAKES_A_FILE else tmp_path / "theirs"
-    stock.convert_zero_checkpoint_to_fp32_state_dict(str(folder), str(to), exclude_frozen_parameters=exclude)
-    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
-        str(folder), str(tmp_path / "ours"), exclude_frozen_parameters=exclude
-    )
-    monkeypatch.undo()
+    for name, module in (("theirs", stock), ("ours", zero_to_fp32)):
+        module.convert_zero_checkpoint_to_fp32_state_dict(
+            str(folder), str(tmp_path / name), exclude_frozen_parameters=exclude
+        )
     assert os.listdir(tmp_path / "theirs") == os.listdir(tmp_path / "ours") == ["pytorch_model.bin"]
     loaded = [torch.load(tmp_path / name / "pytorch_model.bin", weights_only=True) for name in ("ours", "theirs")]
     assert_same(*loaded, of_deepspeed=True)
@@ -180,11 +166,6 @@ def test_a_damaged_shard_is_an_error_and_writes_nothing(run):
     assert os.listdir(run / "out") == []
 
 
-def test_the_script_is_written_to_object_stores_too():
-    zero_to_fp32.write_script("memory://scripts", "token", durable=True)
-    assert open_folder("memory://scripts").read("zero_to_fp32.py").decode() == zero_to_fp32.SCRIPT
-
-
 class Model(nn.Module):
     """Has some of the parameters of the stored checkpoint."""
 
@@ -193,22 +174,18 @@ class Model(nn.Module):
         self.embed = nn.Embedding(*expected(OURS)["embed.weight"].shape)
 
 
-def test_deepspeeds_own_functions_read_our_checkpoints_while_the_plugin_is_on(tmp_path, switched_off, monkeypatch):
-    let_deepspeed_load(monkeypatch)
+def test_deepspeeds_own_functions_read_our_checkpoints_while_the_plugin_is_on(tmp_path, switched_off):
     original = stock._get_fp32_state_dict_from_zero_checkpoint
     with pytest.raises(FileNotFoundError):
         imported_before(str(OURS))
     ort_zero.enable()
     try:
         assert_same(imported_before(str(OURS)), expected(OURS))
-        known = inspect.signature(stock.get_fp32_state_dict_from_zero_checkpoint).parameters
-        lazy = {"lazy_mode": True} if "lazy_mode" in known else {}
-        trained = stock.get_fp32_state_dict_from_zero_checkpoint(str(OURS), "saved", True, **lazy)
+        trained = stock.get_fp32_state_dict_from_zero_checkpoint(str(OURS), "saved", True, lazy_mode=True)
         assert trained.keys() == expected(OURS).keys() - FROZEN
         model = stock.load_state_dict_from_zero_checkpoint(Model(), str(OURS))
         assert torch.equal(model.embed.weight, expected(OURS)["embed.weight"])
-        to = tmp_path / "pytorch_model.bin" if TAKES_A_FILE else tmp_path
-        stock.convert_zero_checkpoint_to_fp32_state_dict(str(OURS), str(to))
+        stock.convert_zero_checkpoint_to_fp32_state_dict(str(OURS), str(tmp_path))
         assert_same(torch.load(tmp_path / "pytorch_model.bin", weights_only=True), expected(OURS))
         for folder in THEIRS:
             assert_same(imported_before(str(folder)), expected(folder), of_deepspeed=True)

@@ -108,30 +108,6 @@ class Hosts:
     def __getitem__(self, number: int) -> Host:
         return self.hosts[number]
 
-    def disturb(self, number: int) -> str | None:
-        """Let the link to a host lose one packet of a hundred, and delay the others: by 20 ms, or to 5 Mbit/s.
-
-        Not every kernel has ``netem``, which does both. Then a bucket holds packets back, and drops those for which it
-        has no room.
-
-        Returns:
-            Why neither is possible here; None if it was done.
-        """
-        place = ["tc", "qdisc", "replace", "dev", f"port{number}", "root"]
-        netem = ["netem", "delay", "20ms", "loss", "1%"]
-        bucket = ["tbf", "rate", "5mbit", "burst", "16k", "latency", "20ms"]
-        for how in (netem, bucket):
-            tried = subprocess.run(
-                self.switch.command([*place, *how]), env=environment(), capture_output=True, text=True
-            )
-            if tried.returncode == 0:
-                return None
-        return tried.stderr.strip() or "tc failed"
-
-    def undisturb(self, number: int) -> None:
-        """Take back what :meth:`disturb` did."""
-        self.switch.run("tc", "qdisc", "del", "dev", f"port{number}", "root")
-
     def cut(self, number: int) -> None:
         """Take the link to a host away, as a cable that is pulled: nothing arrives, and nobody is told."""
         self.switch.run("ip", "link", "set", f"port{number}", "down")

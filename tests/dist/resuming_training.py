@@ -2,8 +2,8 @@
 
 torchrun --nproc_per_node 2 --max-restarts 3 resuming_training.py DIR STEPS
 
-Each process makes ``DIR/started/NANOSECONDS_RANK_PID`` before it imports anything, and one in ``DIR/ready`` before it
-trains; rank 0 adds a line (its process, world size, step, loss) to ``DIR/losses`` for each step.
+Each process makes ``DIR/started/NANOSECONDS_RANK_PID`` before it imports anything; rank 0 adds a line (its process,
+world size, step, loss) to ``DIR/losses`` for each step.
 """
 
 import argparse
@@ -25,7 +25,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("dir", type=Path)
     parser.add_argument("steps", type=int)
     parser.add_argument("--every", type=int, default=1, help="steps between two saves")
-    parser.add_argument("--asynchronous", action="store_true", help="save in the background")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
     parser.add_argument("--fails", action="append", default=[], help="RANK:STEP at which SIGKILL comes, once")
     parser.add_argument(
@@ -95,7 +94,7 @@ class Killer:
             setattr(owner, name, self.wrapped(getattr(owner, name), (phase,), after=True))
 
 
-def train(args: argparse.Namespace, name: str) -> None:
+def train(args: argparse.Namespace) -> None:
     """Train until the last step; the same numbers come out at every world size."""
     import torch
 
@@ -115,13 +114,11 @@ def train(args: argparse.Namespace, name: str) -> None:
     model = torch.nn.Sequential(*layers, torch.nn.Linear(SIZE, 1))
     config = ds_config(3, ort=True, lr=1e-2, stage3_param_persistence_threshold=0)
     config["train_micro_batch_size_per_gpu"] = ROWS // world
-    config["ort_zero"] |= {"checkpoint": {"async_save": args.asynchronous}, "compile": {"place": "ort"}}
+    config["ort_zero"]["compile"] = {"place": "ort"}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     if (args.dir / "checkpoints" / "latest").exists():
         killer.enter(rank, 0, "load")
         engine.load_checkpoint(str(args.dir / "checkpoints"))
-    (args.dir / "ready").mkdir(exist_ok=True)
-    (args.dir / "ready" / name).touch()
     for step in range(engine.global_steps + 1, args.steps + 1):
         rows = torch.randn(ROWS, SIZE, generator=torch.Generator().manual_seed(step))[rank::world]
         killer.enter(rank, step, "export" if step == 1 else "forward")
@@ -142,7 +139,6 @@ def train(args: argparse.Namespace, name: str) -> None:
         if step % args.every == 0 or step == args.steps:
             engine.save_checkpoint(str(args.dir / "checkpoints"), tag=f"step_{step}")
         time.sleep(args.pause)
-    ort_zero.checkpoint.wait(engine)
     (status,) = ort_zero.status()["models"]
     assert status["backend"] == "onnxruntime" and not status["fallbacks"], status
     whole = full_parameters(engine.module)
@@ -158,4 +154,4 @@ if __name__ == "__main__":
     (found.dir / "started").mkdir(parents=True, exist_ok=True)
     (found.dir / "started" / named).touch()
     sys.path.insert(0, str(Path(__file__).parent))
-    train(found, named)
+    train(found)

@@ -13,13 +13,18 @@ import pytest
 import torch
 from rank_processes.ranks import run_on_ranks
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trainer_script import Rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from ort_zero.checkpoint import aggregate, diff, list_checkpoints, verify
 from ort_zero.errors import CheckpointError
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    """Return eight fixed rows of tokens."""
+    made = torch.randint(0, 97, (8, 16), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in made]
 
 
 def small_gpt2(seed: int) -> GPT2LMHeadModel:
@@ -46,8 +51,8 @@ def config(stage: int) -> dict[str, Any]:
 
 def batch() -> dict[str, torch.Tensor]:
     """Return the same four rows on every rank."""
-    rows = torch.stack([row["input_ids"] for row in list(Rows())[:4]])
-    return {"input_ids": rows, "attention_mask": torch.ones_like(rows), "labels": rows}
+    ids = torch.stack([row["input_ids"] for row in rows()[:4]])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
 def accelerate_round_trip(folder: str, stage: int) -> dict[str, Any]:
@@ -113,7 +118,7 @@ def trainer_run(folder: str, stage: int, steps: int, resume: bool) -> list[float
         lr_scheduler_type="constant",
     )  # fmt: skip
     trainer = Trainer(
-        model=small_gpt2(0), args=arguments, train_dataset=Rows(), processing_class=tokenizer(),
+        model=small_gpt2(0), args=arguments, train_dataset=rows(), processing_class=tokenizer(),
         data_collator=default_data_collator,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume or None)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rank_processes.ranks import run_on_ranks
+from rank_processes.ranks import run_on_ranks, run_script_on_ranks
 
 
 def begun(farewell):
@@ -26,12 +26,12 @@ def begun(farewell):
     }
 
 
-def fail_on_one(rank_that_fails):
-    """Fail on one rank while the others wait for it."""
+def fail_on_one():
+    """Fail on rank 1 while the others wait for it."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    if int(os.environ["RANK"]) == rank_that_fails:
+    if os.environ["RANK"] == "1":
         raise ValueError("the data of this rank is bad")
     dist.barrier()
 
@@ -72,32 +72,28 @@ def test_results_come_in_the_order_of_ranks(fresh):
         (["0", "0", "2", "2"], {"a": 1}),
         (["1", "1", "2", "2"], {"a": 1}),
     ]
-    assert run_on_ranks("math:sqrt", 1, 9.0, timeout=200, fresh=fresh) == [3.0]
-    assert run_on_ranks(f"{__file__}:rank_and", 1, 2, timeout=200, fresh=fresh)[0][1] == 2
 
 
 def test_a_script_runs_as_main(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import sys\nassert __name__ == '__main__'\nassert sys.argv[1:] == ['3']\n")
-    assert run_on_ranks(str(script), 2, 3, timeout=200) == [None, None]
+    script.write_text("import sys\nassert __name__ == '__main__'\nprint(sys.argv[1:])\nsys.exit('bad')\n")
+    for rank in run_script_on_ranks(script, 2, 3, timeout=200):
+        assert (rank.returncode, rank.stdout, rank.stderr) == (1, "['3']\n", "bad\n")
 
 
+@pytest.mark.parametrize(
+    "target, said",
+    [
+        (fail_on_one, "rank 1 of 2 failed(.|\n)*fail_on_one(.|\n)*data of this rank is bad"),
+        (die, "rank 0 of 2 was ended by SIGKILL"),
+        (wait_for_nobody, r"ranks \[1\] of 2 did not finish within 6 s(.|\n)*wait_for_nobody"),
+    ],
+    ids=["fails", "is killed", "waits"],
+)
 @pytest.mark.parametrize("fresh", [True, False])
-def test_the_failing_rank_is_named_with_its_traceback(fresh):
-    with pytest.raises(RuntimeError, match="rank 1 of 2 failed(.|\n)*fail_on_one(.|\n)*data of this rank is bad"):
-        run_on_ranks(fail_on_one, 2, 1, timeout=400, fresh=fresh)
-
-
-@pytest.mark.parametrize("fresh", [True, False])
-def test_a_killed_rank_is_named(fresh):
-    with pytest.raises(RuntimeError, match="rank 0 of 2 was ended by SIGKILL"):
-        run_on_ranks(die, 2, timeout=200, fresh=fresh)
-
-
-@pytest.mark.parametrize("fresh", [True, False])
-def test_a_timeout_tells_where_each_rank_was(fresh):
-    with pytest.raises(RuntimeError, match=r"ranks \[1\] of 2 did not finish within 6 s(.|\n)*wait_for_nobody"):
-        run_on_ranks(wait_for_nobody, 2, timeout=6, fresh=fresh)
+def test_an_error_names_the_rank_and_where_it_was(target, said, fresh):
+    with pytest.raises(RuntimeError, match=said):
+        run_on_ranks(target, 2, timeout=6 if target is wait_for_nobody else 400, fresh=fresh)
 
 
 def test_a_killed_rank_leaves_no_lock_of_a_build(tmp_path, monkeypatch):

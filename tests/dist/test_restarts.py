@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import re
 import signal
 import subprocess
@@ -84,11 +83,6 @@ def processes(folder: Path, rank: int) -> list[int]:
     return [int(process) for _, number, process in names if int(number) == rank]
 
 
-def is_ready(folder: Path, process: int) -> bool:
-    """Return whether a process has come to its first step."""
-    return any((folder / "ready").glob(f"*_{process}"))
-
-
 def uninterrupted(folder: Path, steps: int) -> None:
     """Train on one rank without an interruption."""
     alone = agent(folder, "--standalone", "--nproc_per_node", 1, SCRIPT, folder, steps, "--every", steps)
@@ -135,53 +129,6 @@ def test_restarts_with_as_many_ranks_as_are_left(tmp_path: Path) -> None:
     same_as(tmp_path / "expected", found, steps)
     text += (found / "second.log").read_text()
     assert re.search(r"a collective failed: rank 1 \(.*, process \d+\) is gone", text), text[-4000:]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_killed_and_stopped_at_random_moments(tmp_path: Path, asynchronous: bool) -> None:
-    """Kills and stops from the start of the process to the last save; each start goes on from a whole checkpoint."""
-    chance, found, kills = random.Random(f"19 {asynchronous}"), tmp_path / "found", 10
-    steps = 60
-    words = ["--standalone", "--nproc_per_node", 2, "--max-restarts", 2 * kills, SCRIPT, found, steps, "--pause", 0.05]
-    launcher = agent(found, *words, *(["--asynchronous"] if asynchronous else []))
-    names, begun = [], [time.monotonic()]
-    with ended_with(launcher):
-        seen, pauses = 0, [60.0]  # the first one lasts a minute
-        for _ in range(kills):
-            victim, how = chance.randrange(2), chance.choice(("KILL", "KILL", "TERM", "STOP"))
-            wait_for(lambda seen=seen: min(len(processes(found, rank)) for rank in range(2)) > seen, found)
-            seen, pid = len(processes(found, victim)), processes(found, victim)[-1]
-            begun.append(time.monotonic())
-            if chance.random() < 0.7:  # in export, steps and saves, else anywhere from the first import on
-                wait_for(lambda pid=pid: is_ready(found, pid), found)
-            time.sleep(chance.uniform(0, 4))
-            if len({step for *_, step, _ in losses(found)}) > steps - 10:
-                break
-            if how == "STOP":
-                os.kill(pid, signal.SIGSTOP)
-                time.sleep(pauses.pop() if pauses else chance.uniform(1, 6))
-                os.kill(pid, signal.SIGCONT)
-                wait_for(lambda pid=pid: is_ready(found, pid), found)
-                before = len(losses(found))
-                wait_for(lambda before=before: len(losses(found)) > before, found)  # nothing was lost
-                how = "KILL"
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, getattr(signal, f"SIG{how}"))
-                names.append(pid)
-        wait_for(lambda: launcher.poll() is not None, found)
-    text = (found / "agent.log").read_text()
-    assert launcher.returncode == 0, text[-6000:]
-    assert len(names) > 2, names
-    for pid in names:
-        assert re.search(rf"failed \(exitcode: -\d+\) local_rank: \d \(pid: {pid}\)", text), (pid, text[-6000:])
-    print(len(names), "kills; seconds between starts:", [round(b - a, 1) for a, b in zip(begun, begun[1:])])
-    tags = sorted((found / "checkpoints").glob("step_*/manifest.json"))
-    assert len(tags) >= steps - len(names)
-    assert all(verify(path.parent, progress=False).ok for path in tags)
-    uninterrupted(tmp_path / "expected", steps)
-    same_as(tmp_path / "expected", found, steps)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -15,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from namespaces import ROOT, Hosts, two_hosts, why_not
+from namespaces import Hosts, two_hosts, why_not
 from rank_processes.ranks import free_port
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint import aggregate, verify
-from ort_zero.cli.main import main
 
 pytestmark = [
     pytest.mark.slow,
@@ -118,44 +116,6 @@ def test_hosts_with_disks_of_their_own_are_told_to_share_a_folder(hosts, shared)
     assert "rank_00001_master.safetensors of rank 1 is not there" in texts[0], texts[0]
     assert "a local disk of each machine" in texts[0] and "The checkpoint was not made" in texts[0]
     assert "saving" in texts[1] and "failed on another rank: rank 0" in texts[1], texts[1]
-
-
-def config(path: Path, name: str, **parts: dict[str, object]) -> Path:
-    """Write a copy of a configuration of the repository with other values of the section."""
-    content = json.loads((ROOT / "configs" / name).read_text())
-    for part, values in parts.items():
-        content["ort_zero"].setdefault(part, {}).update(values)
-    path.write_text(json.dumps(content))
-    return path
-
-
-def test_statistics_of_two_hosts_lie_in_one_folder_and_are_compared_and_merged(hosts, shared, capsys):
-    runs = {backend: shared / "statistics" / backend for backend in ("torch", "ort")}
-    for backend, output in runs.items():
-        own = config(shared / f"{backend}.json", f"zero3_statistics_{backend}.json",
-                     statistics={"output_dir": str(output)})  # fmt: skip
-        options = [option for option in SMALL if option != "--expect-ort" or backend == "ort"]
-        on_both(hosts, torchrun(["examples/train_lm.py", "--deepspeed_config", own, *options, "--steps", "2"]))
-        assert {path.name for path in output.glob("rank_*")} == {"rank_00000", "rank_00001"}, list(output.iterdir())
-    assert main(["stats", "compare", str(runs["torch"]), str(runs["ort"])]) == 0
-    assert re.search(r"^same\b", capsys.readouterr().out, re.M)
-    merged = shared / "merged"
-    words = ["--pt_dir", runs["torch"], "--ort_dir", runs["ort"], "--output_dir", merged]
-    assert main(["stats", "merge", *map(str, words)]) == 0
-    names = [str(path.relative_to(merged)) for path in merged.rglob("*")]
-    assert any("rank_0" in name for name in names) and any("rank_1" in name for name in names), names
-
-
-def test_a_slow_link_that_loses_packets_changes_nothing(hosts, trained):
-    reason = hosts.disturb(1)
-    if reason is not None:
-        pytest.skip(f"a link cannot be disturbed here: {reason}")
-    try:
-        texts = on_both(hosts, torchrun(["examples/train_lm.py", "--deepspeed_config", "configs/zero3.json", *SMALL,
-                                         "--steps", "3"]))  # fmt: skip
-    finally:
-        hosts.undisturb(1)
-    assert proof(texts[0], 3) == proof(trained[1][0], 3)
 
 
 def test_a_link_that_is_cut_ends_both_hosts_and_names_the_other(hosts, shared):

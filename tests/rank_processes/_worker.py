@@ -52,8 +52,7 @@ def main(folder: Path) -> int:
 
     For a script of :func:`rank_processes.ranks.run_script_on_ranks` nothing is written, and its errors are raised.
     """
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     gloo_exit.settle_at_exit()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     spec = pickle.loads((folder / "spec.pkl").read_bytes())
@@ -65,12 +64,7 @@ def main(folder: Path) -> int:
         return 0
     try:
         args = pickle.loads(spec["args"])
-        if spec["qualname"] is None:
-            sys.argv = [spec["path"], *map(str, args)]
-            runpy.run_path(spec["path"], run_name="__main__")
-            result = None
-        else:
-            result = load(spec["module"], spec["path"], spec["qualname"])(*args)
+        result = load(spec["module"], spec["path"], spec["qualname"])(*args)
         write(folder / f"rank_{rank}.result", result)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:

@@ -54,7 +54,7 @@ def free_port() -> int:
 
 
 def run_on_ranks(
-    target: Callable[..., Any] | str,
+    target: Callable[..., Any],
     world_size: int,
     *args: Any,
     timeout: float = 120,
@@ -69,8 +69,7 @@ def run_on_ranks(
     No process outlives the call.
 
     Args:
-        target: a function at the top level of a module or file; its name as ``"module:name"`` or ``"file.py:name"``;
-            or a script ``"file.py"``, which gets `args` as its command line and returns None.
+        target: a function at the top level of a module or file.
         world_size: number of ranks.
         args: arguments; they and the results must be picklable.
         timeout: seconds for everything, start of the processes included.
@@ -116,11 +115,7 @@ def run_script_on_ranks(
     words = [os.path.abspath(script), *map(str, args)]
     with _launched({"command": words, "sys_path": _absolute_sys_path()}, world_size, env or {}, fresh) as launched:
         folder, processes = launched
-        deadline = time.monotonic() + timeout
-        while any(process.poll() is None for process in processes):
-            if time.monotonic() > deadline:
-                _raise_timeout(folder, processes, timeout)
-            time.sleep(0.05)
+        _wait(folder, processes, timeout, may_fail=True)
         return [
             subprocess.CompletedProcess(
                 words,
@@ -156,32 +151,19 @@ def _absolute_sys_path() -> list[str]:
     return [os.path.abspath(entry) for entry in sys.path]
 
 
-def _spec(target: Callable[..., Any] | str, args: tuple) -> dict[str, Any]:
-    # arguments are pickled separately: only the extended sys.path of the worker may reach the modules of their classes
-    spec: dict[str, Any] = {"module": None, "path": None, "qualname": None, "args": pickle.dumps(args)}
-    spec["sys_path"] = _absolute_sys_path()
-    if isinstance(target, str):
-        place, colon, name = target.rpartition(":")
-        qualname: str | None = name
-        if not colon or name.endswith(".py"):
-            place, qualname = target, None
-        key = "path" if place.endswith(".py") else "module"
-        if qualname is None and key == "module":
-            raise ValueError(f"{target!r} is neither 'module:function' nor a file that ends in .py")
-        spec[key] = os.path.abspath(place) if key == "path" else place
-        spec["qualname"] = qualname
-        return spec
-    spec["qualname"] = target.__qualname__
+def _spec(target: Callable[..., Any], args: tuple) -> dict[str, Any]:
     if "<" in target.__qualname__:
         raise ValueError(f"{target.__qualname__} is not at the top level of a module: another process cannot find it")
-    spec["module"] = target.__module__
-    if "." not in target.__module__:
-        # a test file or a script: another process needs its path, not its module name
-        source = inspect.getsourcefile(target)
-        if source is None:
-            raise ValueError(f"{target.__qualname__} has no source file: another process cannot find it")
-        spec["path"] = os.path.abspath(source)
-    return spec
+    # a test file or a script: another process needs its path, not its module name
+    path = inspect.getsourcefile(target) if "." not in target.__module__ else None
+    return {
+        "module": target.__module__,
+        "path": path and os.path.abspath(path),
+        "qualname": target.__qualname__,
+        # pickled separately: only the extended sys.path of the worker may reach the modules of their classes
+        "args": pickle.dumps(args),
+        "sys_path": _absolute_sys_path(),
+    }
 
 
 def _start(
@@ -235,7 +217,7 @@ def _start(
 def _server(env: Mapping[str, str], extra: Mapping[str, str], imports: Sequence[str]) -> _warm.Server | None:
     """Return the process that forks ranks with this environment, started if needed; None for new interpreters."""
     global _warmed
-    if env.get("ORT_ZERO_WARM_RANKS") != "1" or not hasattr(os, "waitid"):
+    if env.get("ORT_ZERO_WARM_RANKS") != "1":
         return None
     if _warmed is not None and _warmed.serves(env):
         return _warmed
@@ -249,14 +231,17 @@ def _server(env: Mapping[str, str], extra: Mapping[str, str], imports: Sequence[
     return _warmed
 
 
-def _wait(folder: Path, processes: list[subprocess.Popen | _warm.Forked], timeout: float) -> None:
+def _wait(
+    folder: Path, processes: list[subprocess.Popen | _warm.Forked], timeout: float, may_fail: bool = False
+) -> None:
+    """Wait for the end of all ranks; raise if time runs out or, unless a rank may fail, when one has failed."""
     deadline = time.monotonic() + timeout
     while True:
         codes = [process.poll() for process in processes]
-        if any(codes):
+        if any(codes) and not may_fail:
             time.sleep(0.2)  # a rank that failed first may be seen second
             _raise_failure(folder, processes)
-        if all(code == 0 for code in codes):
+        if None not in codes:
             return
         if time.monotonic() > deadline:
             _raise_timeout(folder, processes, timeout)
@@ -283,10 +268,9 @@ def _raise_failure(folder: Path, processes: list[subprocess.Popen | _warm.Forked
 
 def _raise_timeout(folder: Path, processes: list[subprocess.Popen | _warm.Forked], timeout: float) -> None:
     running = [rank for rank, process in enumerate(processes) if process.poll() is None]
-    if hasattr(signal, "SIGUSR1"):
-        for rank in running:
-            processes[rank].send_signal(signal.SIGUSR1)  # faulthandler prints its stacks
-        time.sleep(0.5)
+    for rank in running:
+        processes[rank].send_signal(signal.SIGUSR1)  # faulthandler prints its stacks
+    time.sleep(0.5)
     outputs = "\n".join(_output(folder, rank, _STACK_TAIL) for rank in range(len(processes)))
     unfinished = [rank for rank in running if not (folder / f"rank_{rank}.result").exists()]
     raise RuntimeError(f"ranks {unfinished} of {len(processes)} did not finish within {timeout} s\n{outputs}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -244,46 +243,6 @@ def test_wrong_usage_is_status_2_and_one_line(argv, capsys):
     assert stop.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
-
-
-def test_options_are_frozen():
-    found = {}
-
-    def walk(parser: argparse.ArgumentParser, path: str) -> None:
-        inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-        if path:
-            found[path] = sorted(o for a in parser._actions for o in a.option_strings)
-        for action in inner:
-            for name, sub in action.choices.items():
-                walk(sub, f"{path} {name}".strip())
-
-    walk(cli.make_parser(), "")
-    common = ["--debug", "--help", "--json", "--quiet", "-h", "-q"]
-    aggregate = [
-        "--adapter", "--base", "--from", "--merge-lora", "--part", "--rename", "--strip-prefix",
-        "--dry-run", "--dtype", "--exclude-frozen", "--format", "--max-shard-size", "--no-verify",
-        "--overwrite", "--strict", "--tag", "--tp-split", "--trust-pickle", "--what", "--workers",
-    ]  # fmt: skip
-    convert = [
-        "--dtype", "--overwrite", "--stage", "--sub-group-size", "--tag", "--to", "--tp-split",
-        "--trust-pickle", "--world-size",
-    ]  # fmt: skip
-    plan = ["--budget", "--config", "--launcher", "--script"]
-    assert found == {
-        "doctor": sorted([*common, "--file", "--ranks", "--report", "--storage"]),
-        "aggregate": sorted([*common, *aggregate]),
-        "convert": sorted([*common, *convert]),
-        "verify": sorted([*common, "--tag", "--tp-split", "--trust-pickle", "--workers"]),
-        "ls": sorted([*common, "--tp-split", "--trust-pickle"]),
-        "explain": sorted([*common, "--launcher"]),
-        "diff": sorted([*common, "--atol", "--rtol", "--tag-a", "--tag-b", "--tp-split", "--trust-pickle", "--what"]),
-        "stats": ["--help", "-h"],
-        "stats compare": sorted([*common, "--html", "--reference", "--rtol"]),
-        "stats merge": sorted([*common, "--ort_dir", "--output_dir", "--pt_dir"]),
-        "memory": ["--help", "-h"],
-        "memory plan": sorted([*common, *plan]),
-        "profile": sorted([*common, "--launcher", "--overwrite", "--script", "--steps", "--trace", "--warmup"]),
-    }
 
 
 def test_module_runs_the_same_command():

@@ -11,14 +11,12 @@ from ort_zero import config
 
 ROOT = Path(__file__).resolve().parents[2]
 STATISTICS = {"zero3_statistics_ort.json": True, "zero3_statistics_torch.json": False}
-STAGES = {"zero1.json": 1, "zero2.json": 2, "zero3.json": 3, "zero3_offload.json": 3}
-TRAINERS = {"zero3_trl.json": 3}
-"""For trainers that fill in what says "auto", the optimizer too."""
+STAGES = {"zero1.json": 1, "zero2.json": 2, "zero3.json": 3, "zero3_offload.json": 3, "zero3_trl.json": 3}
 YAMLS = {"accelerate_zero1.yaml": "configs/zero1.json", "accelerate_zero3.yaml": "configs/zero3.json"}
 
 
 def test_every_file_is_listed_here():
-    assert {p.name for p in (ROOT / "configs").iterdir()} == {*STAGES, *STATISTICS, *TRAINERS, *YAMLS}
+    assert {p.name for p in (ROOT / "configs").iterdir()} == {*STAGES, *STATISTICS, *YAMLS}
 
 
 @pytest.mark.parametrize(("name", "stage"), STAGES.items())
@@ -27,17 +25,9 @@ def test_json_asks_for_onnxruntime_at_its_stage(name, stage):
     section = config.section_of(loaded)
     assert section is not None and section.engine() == "compile" and section.fallback == "warn"
     assert loaded["zero_optimization"]["stage"] == stage
-    assert loaded["optimizer"]["params"]["torch_adam"] is True  # the other one is compiled on first use
+    # the other Adam is compiled on first use; a trainer brings an optimizer of its own
+    assert ("optimizer" in loaded and loaded["optimizer"]["params"]["torch_adam"]) == (name != "zero3_trl.json")
     assert ("offload_optimizer" in loaded["zero_optimization"]) == ("offload" in name)
-
-
-@pytest.mark.parametrize(("name", "stage"), TRAINERS.items())
-def test_json_for_trainers_asks_for_onnxruntime_with_their_defaults(name, stage):
-    loaded = json.loads((ROOT / "configs" / name).read_text())
-    section = config.section_of(loaded)
-    assert section is not None and section.engine() == "compile" and not section.memory.model_fields_set
-    assert loaded["zero_optimization"]["stage"] == stage and "optimizer" not in loaded
-    assert loaded["train_micro_batch_size_per_gpu"] == "auto"
 
 
 @pytest.mark.parametrize(("name", "ort"), STATISTICS.items())

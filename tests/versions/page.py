@@ -23,19 +23,11 @@ versions in `make test`. "Fails without us too": with the same error, in the sam
 
 
 def write_page() -> None:
-    """Put the results into the page, in place of the section that is there, else behind what there is."""
-    found = []
-    for pair in PAIRS:
-        path = RESULTS / f"{pair.name}.json"
-        if path.exists():
-            found.append((pair, json.loads(path.read_text())))
-    text = DOCUMENT.read_text()
-    made = f"{BEGIN}\n{section(found)}\n{END}"
-    if BEGIN in text:
-        text = text[: text.index(BEGIN)] + made + text[text.index(END) + len(END) :]
-    else:
-        text = f"{text.rstrip()}\n\n{made}\n"
-    DOCUMENT.write_text(text)
+    """Put the results into the page, in place of the section that is there."""
+    paths = [(pair, RESULTS / f"{pair.name}.json") for pair in PAIRS]
+    found = [(pair, json.loads(path.read_text())) for pair, path in paths if path.exists()]
+    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{section(found)}\n{END}{rest.partition(END)[2]}")
 
 
 def section(found: list[tuple[Pair, dict[str, Any]]]) -> str:
@@ -47,59 +39,16 @@ def section(found: list[tuple[Pair, dict[str, Any]]]) -> str:
         "| --- " * (len(SHOWN) + 4) + "|",
     ]
     for pair, record in found:
-        if not pair.refused:
-            versions = [record["python"], *(record["versions"].get(name) or "none" for name in SHOWN)]
-            lines.append(f"| {' | '.join(versions)} | {cell(total(record))} | {pair.why} | {_date(record)} |")
-    lines += _failures(found) + _refusals(found)
+        versions = [record["python"], *(record["versions"].get(name) or "none" for name in SHOWN)]
+        lines.append(f"| {' | '.join(versions)} | {counts(record)} | {pair.why} | {record['date']} |")
+    failures = [f"- {record['name']}: `{text}`" for _, record in found for text in record["failures"]]
+    lines += ["", "Failures that plain DeepSpeed lacks:", "", *failures] if failures else []
     missing = [pair.name for pair in PAIRS if pair not in [each for each, _ in found]]
     lines += ["", f"Not run: {', '.join(missing)}."] if missing else []
     return "\n".join(lines)
 
 
-def total(record: dict[str, Any]) -> dict[str, int]:
-    """Return the sums of the counts of all steps of a row."""
-    counts = ("passed", "failed", "plain", "skipped")
-    return {count: sum(step.get(count) or 0 for step in record["steps"].values()) for count in counts}
-
-
-def cell(result: dict[str, Any] | None) -> str:
-    """Return what the table says of a step."""
-    if result is None:
-        return "not run"
-    if result.get("words"):
-        return result["words"]
-    parts = [f"{result['passed']} passed"] if result["passed"] else []
-    parts += [f"{result['failed']} **failed**"] if result["failed"] else []
-    parts += [f"{result['plain']} fails without us too"] if result.get("plain") else []
-    parts += [f"{result['skipped']} skipped"] if result["skipped"] else []
-    return ", ".join(parts)
-
-
-def _date(record: dict[str, Any]) -> str:
-    return max((step["date"] for step in record["steps"].values()), default="")
-
-
-def _failures(found: list[tuple[Pair, dict[str, Any]]]) -> list[str]:
-    lines = []
-    for pair, record in found:
-        for name, step in record["steps"].items() if not pair.refused else ():
-            if step.get("first"):
-                lines.append(f"- {record['name']}, {name}: `{step['first']}`")
-    return (
-        ["", "The first failure of each step that has one, and that plain DeepSpeed lacks:", "", *lines]
-        if lines
-        else []
-    )
-
-
-def _refusals(found: list[tuple[Pair, dict[str, Any]]]) -> list[str]:
-    lines = []
-    for _, record in found:
-        step = record["steps"].get("refusal")
-        if step is not None:
-            versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version)
-            lines.append(f"| {record['python']}, {versions} | {step['said']} | {step['date']} |")
-    if not lines:
-        return []
-    head = ["", "What is refused, and the first line of the error that was seen:", ""]
-    return [*head, "| Python, packages | error | date |", "| --- | --- | --- |", *lines]
+def counts(record: dict[str, Any]) -> str:
+    """Return in words how many tests of a row passed and failed."""
+    words = {"passed": "passed", "failed": "**failed**", "plain": "fails without us too", "skipped": "skipped"}
+    return ", ".join(f"{record[name]} {text}" for name, text in words.items() if record[name])

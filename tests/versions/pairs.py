@@ -25,7 +25,6 @@ class Pair:
         why: the change that this pair crosses.
         python: version of Python; only that of the pinned environment has its packages below.
         steps: the names of what is run, see :data:`steps.STEPS`.
-        refused: what the error says with which training is refused there, a regular expression; None if models train.
     """
 
     name: str
@@ -33,7 +32,6 @@ class Pair:
     why: str
     python: str = "3.11"
     steps: tuple[str, ...] = ALL
-    refused: str | None = None
 
 
 PAIRS = (
@@ -101,23 +99,5 @@ PAIRS = (
             "3.12": "a later Python",
             "3.13": "a later Python",
         }.items()
-    ),
-    Pair(
-        name="refused-deepspeed",
-        packages=("deepspeed==0.16.8",),
-        why="a DeepSpeed below those that are accepted",
-        refused=r"deepspeed 0\.16\.8; ort_zero works with deepspeed>=0\.16\.9: pip install 'deepspeed==",
-    ),
-    Pair(
-        name="refused-torch",
-        packages=("torch==2.6.0", "sympy==1.13.1", "deepspeed==0.16.9"),
-        why="a torch below those that are accepted",
-        refused=r"torch 2\.6\.0.*; ort_zero works with torch>=2\.7: pip install 'torch==",
-    ),
-    Pair(
-        name="refused-onnxruntime",
-        packages=("onnxruntime==1.18.1",),
-        why="an onnxruntime below those that are accepted",
-        refused=r"onnxruntime 1\.18\.1; ort_zero works with onnxruntime>=1\.19: pip install 'onnxruntime>=",
     ),
 )
