@@ -24,9 +24,16 @@ MODULE = "module"
 """Kind of a trained parameter's weights in the module, where they are not the masters, cast to the module's dtype."""
 BUFFER_OF_RANK = "buffer_of_rank_"
 """Beginning of the kinds of buffers that differ from rank 0's, which have the kind :data:`BUFFER`: the rank follows."""
+EXTRA_STATE = "_extra_state"
+"""Last part of the state dict key under which torch keeps the result of a module's ``get_extra_state``."""
 MAX_NAMED = 20
 """Maximum number of names in a message."""
 # every other kind is the name of an optimizer state: "exp_avg", "exp_avg_sq", "momentum_buffer", ...
+
+
+def is_extra_state(name: str) -> bool:
+    """Return True if a name in a state dict belongs to the result of a module's ``get_extra_state``."""
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def buffer_kind(rank: int) -> str:

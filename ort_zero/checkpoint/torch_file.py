@@ -125,6 +125,20 @@ def crc_is_right(folder: Folder, name: str, record: tuple[Any, ...], buffer: mem
     return expected is None or crc == expected
 
 
+def checked_bytes(folder: Folder, file: File, stored: StoredTensor, length: int) -> bytes:
+    """Return the first `length` bytes of a stored tensor, having compared its storage with the CRC-32.
+
+    Raises:
+        CorruptCheckpointError: the CRC-32 differs.
+    """
+    for record in file.records:
+        if record[0] == stored.storage_offset and not crc_is_right(folder, file.name, record):
+            raise CorruptCheckpointError(
+                f"{folder.path(file.name)} is damaged: the CRC-32 of a tensor of shape {list(stored.shape)} is wrong"
+            )
+    return folder.read(file.name, stored.offset, length)
+
+
 def read_records(folder: Folder, name: str) -> list[_Record]:
     """Return the records of the zip in the order of the file, having compared their headers with the zip's directory.
 

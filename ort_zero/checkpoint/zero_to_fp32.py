@@ -22,7 +22,7 @@ from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import Folder, open_folder
 from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.format import manifest
-from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
+from ort_zero.checkpoint.reads.checked_reads import read_whole
 from ort_zero.checkpoint.reads.training_state import read_training_state
 from ort_zero.checkpoint.records import BUFFER, Source, Tensor
 from ort_zero.errors import CheckpointError
@@ -79,10 +79,7 @@ class StoredWeight:
         Raises:
             CorruptCheckpointError: a file is missing, too short, or damaged.
         """
-        tensor, values = self._tensor, torch.empty(self._tensor.elements, dtype=self.dtype)
-        request = ReadRequest(tensor=tensor, start=0, length=tensor.elements, target=values)
-        CheckedReader(self._folder, {}).read([request])
-        return values.view(self.shape)
+        return read_whole(self._folder, self._tensor, self.dtype)
 
 
 def stored_weights(source: Source, exclude_frozen_parameters: bool = False) -> dict[str, StoredWeight]:

@@ -13,11 +13,8 @@ from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.format.values import decode_in_json
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
 from ort_zero.checkpoint.reads.training_state import TrainingState, read_training_state
-from ort_zero.checkpoint.records import BUFFER, MASTER, MODULE, WEIGHT, Source, Tensor, buffer_kind
+from ort_zero.checkpoint.records import BUFFER, MASTER, MODULE, WEIGHT, Source, Tensor, buffer_kind, is_extra_state
 from ort_zero.errors import CheckpointError
-
-EXTRA_STATE = "_extra_state"
-"""Last part of the state dict key under which torch keeps the result of a module's ``get_extra_state``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +56,7 @@ class Conversion:
         self.scratch = Scratch()
         self.masters = self.source.by_name(MASTER)
         self.module = self.source.by_name(MODULE)
-        self.frozen = {n: t for n, t in self.source.by_name(WEIGHT).items() if n.rpartition(".")[2] != EXTRA_STATE}
+        self.frozen = {n: t for n, t in self.source.by_name(WEIGHT).items() if not is_extra_state(n)}
         self.buffers = self.source.by_name(BUFFER)
         kinds = dict.fromkeys(t.kind for t in self.source.tensors if t.is_optimizer_state)
         self.states = {kind: self.source.by_name(kind) for kind in kinds}

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ort_zero.checkpoint.conversions.conversion import EXTRA_STATE, Conversion
+from ort_zero.checkpoint.conversions.conversion import Conversion
 from ort_zero.checkpoint.files.dtypes import torch_dtype
 from ort_zero.checkpoint.reads.checked_reads import ReadRequest
 from ort_zero.checkpoint.reads.training_state import TrainingState
-from ort_zero.checkpoint.records import Tensor
+from ort_zero.checkpoint.records import EXTRA_STATE, Tensor
 from ort_zero.compat import deepspeed_files
 from ort_zero.compat.deepspeed_partitions import FlatGroup, zero3_groups, zero3_part, zero12_group
 from ort_zero.errors import CheckpointError

@@ -6,12 +6,12 @@ import uuid
 from dataclasses import replace
 from typing import Any
 
-from ort_zero.checkpoint.conversions.conversion import EXTRA_STATE, Conversion
+from ort_zero.checkpoint.conversions.conversion import Conversion
 from ort_zero.checkpoint.files.dtypes import torch_dtype
 from ort_zero.checkpoint.format import manifest, values
 from ort_zero.checkpoint.reads.checked_reads import ReadRequest
 from ort_zero.checkpoint.reads.training_state import OPTIONAL_KEYS
-from ort_zero.checkpoint.records import BUFFER, Tensor, buffer_kind
+from ort_zero.checkpoint.records import BUFFER, Tensor, buffer_kind, is_extra_state
 from ort_zero.checkpoint.saves.capture import Shard
 from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, joined, manifest_bytes, write_rank_files
 from ort_zero.checkpoint.saves.shard_writer import ShardEntry
@@ -28,7 +28,7 @@ def write_rank(work: Conversion, rank: int) -> bytes:
     moments: list[ShardEntry] = []
     requests: list[ReadRequest] = []
     for tensor in work.source.tensors:
-        if tensor.name.rpartition(".")[2] == EXTRA_STATE and not tensor.is_optimizer_state:
+        if is_extra_state(tensor.name) and not tensor.is_optimizer_state:
             continue
         start, length = _part(tensor, rank, work.form.world_size)
         if length:
@@ -76,7 +76,7 @@ def _part(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
 
 def _job(work: Conversion, shard: Shard) -> SaveJob:
     source, form = work.source, work.form
-    shapes = {n: t.shape for n, t in source.weights().items() if n.rpartition(".")[2] != EXTRA_STATE}
+    shapes = {n: t.shape for n, t in source.weights().items() if not is_extra_state(n)}
     optimizer = source.optimizer
     about = replace(
         source,

@@ -10,7 +10,7 @@ from ort_zero.checkpoint.deepspeed.partitioning import FlatLayout, Flats, flat_t
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, zero_state
 from ort_zero.checkpoint.records import Optimizer, ParamGroup, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
-from ort_zero.checkpoint.torch_file import TorchFile, crc_is_right
+from ort_zero.checkpoint.torch_file import TorchFile, checked_bytes
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 _FORMATS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "F16": "<e"}
@@ -90,10 +90,7 @@ def number_of(files: StateFiles, file: TorchFile, stored: StoredTensor, what: st
         CheckpointError: the dtype of the tensor is not expected.
     """
     code = files.dtype_code(file, stored, what)
-    for record in file.file.records:
-        if record[0] == stored.storage_offset and not crc_is_right(files.folder, file.file.name, record):
-            raise CorruptCheckpointError(f"{files.path(file)} is damaged: the CRC-32 of {what!r} is wrong")
-    raw = files.folder.read(file.file.name, stored.offset, stored.itemsize)
+    raw = checked_bytes(files.folder, file.file, stored, stored.itemsize)
     if code == "BF16":
         code, raw = "F32", b"\0\0" + raw
     if code not in _FORMATS:

@@ -16,13 +16,12 @@ from ort_zero.checkpoint.deepspeed.file_names import (
 )
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.reads.training_state import TrainingState
-from ort_zero.checkpoint.records import Source
+from ort_zero.checkpoint.records import EXTRA_STATE, Source, is_extra_state
 from ort_zero.checkpoint.restored_values import restored
 from ort_zero.checkpoint.restricted_pickle.values import OpaqueObject, StoredTensor
-from ort_zero.checkpoint.torch_file import TorchFile, crc_is_right, open_torch_file
-from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.checkpoint.torch_file import TorchFile, checked_bytes, open_torch_file
+from ort_zero.errors import CheckpointError
 
-_EXTRA_STATE = "_extra_state"
 _FIXED_KEYS = frozenset(
     "module optimizer buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params "
     "lr_scheduler data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size "
@@ -54,7 +53,7 @@ def read_deepspeed_training_state(folder: Folder, source: Source, rank: int, tru
     if content.get("global_samples") is not None:
         counters["global_samples"] = int(content["global_samples"])
     extra = {
-        name.removesuffix(_EXTRA_STATE).rstrip("."): read(value, name)
+        name.removesuffix(EXTRA_STATE).rstrip("."): read(value, name)
         for name, value in (content["module"] or {}).items()
         if is_extra_state(name)
     }
@@ -75,11 +74,6 @@ def _configured_scheduler(config: Any) -> str | None:
     section = config.get("scheduler") if isinstance(config, dict) else None
     name = section.get("type") if isinstance(section, dict) else None
     return name if isinstance(name, str) else None
-
-
-def is_extra_state(name: str) -> bool:
-    """Return True if a name in a state dict belongs to a value of ``get_extra_state``."""
-    return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def _file_of(folder: Folder, source: Source, rank: int, trust_pickle: bool, *patterns: Any) -> TorchFile | None:
@@ -117,19 +111,19 @@ def _loss_scaler(content: dict[str, Any]) -> dict[str, Any] | None:
 
 
 class _Values:
-    """A function that reads the tensors in values of a file.
-
-    Args:
-        folder: folder of the checkpoint.
-        file: file of the values.
-    """
+    """A function that reads the tensors in values of a file of the checkpoint in `folder`."""
 
     def __init__(self, folder: Folder, file: TorchFile):
         self._folder = folder
         self._file = file
 
     def __call__(self, value: Any, where: str) -> Any:
-        """Return `value` with its tensors read; messages name the value `where`."""
+        """Return `value` with its tensors read; messages name the value `where`.
+
+        Raises:
+            CheckpointError: the value holds an object of a class that ort_zero does not import.
+            CorruptCheckpointError: a tensor in the value is damaged.
+        """
         result, opaque = restored(value, self._tensor, where)
         for place, name in opaque.items():
             raise CheckpointError(
@@ -139,16 +133,9 @@ class _Values:
         return result
 
     def _tensor(self, stored: StoredTensor) -> torch.Tensor:
-        name = self._file.file.name
         dtype = getattr(torch, stored.dtype)
         if 0 in stored.shape:
             return torch.empty(stored.shape, dtype=dtype)
-        for record in self._file.file.records:
-            if record[0] == stored.storage_offset and not crc_is_right(self._folder, name, record):
-                raise CorruptCheckpointError(
-                    f"{self._folder.path(name)} is damaged: the CRC-32 of a tensor of shape {list(stored.shape)} is "
-                    "wrong"
-                )
         span = sum((size - 1) * stride for size, stride in zip(stored.shape, stored.strides)) + 1
-        data = bytearray(self._folder.read(name, stored.offset, span * stored.itemsize))
+        data = bytearray(checked_bytes(self._folder, self._file.file, stored, span * stored.itemsize))
         return torch.frombuffer(data, dtype=dtype).as_strided(stored.shape, stored.strides).clone()

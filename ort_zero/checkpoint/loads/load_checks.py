@@ -13,7 +13,7 @@ from ort_zero import log
 from ort_zero.checkpoint.format.values import decode_in_json
 from ort_zero.checkpoint.reads.shard_checks import MAX_STEPS
 from ort_zero.checkpoint.reads.training_state import TrainingState
-from ort_zero.checkpoint.records import Source
+from ort_zero.checkpoint.records import Source, is_extra_state
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.compat.optimizer_states import OptimizerStates, states_after_a_step
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -21,7 +21,6 @@ from ort_zero.utils.text import shortened
 
 _MAX_NAMED = 5
 """Maximum number of names that a message lists."""
-_EXTRA_STATE = "_extra_state"
 _VARIANT = re.compile(r"^(mu(?=adam|sgd))?(deepspeed)?(cpu|fused|torch)?")
 """Matches a prefix of a class name in lower case that tells implementations of one optimizer apart."""
 
@@ -38,7 +37,7 @@ def refuse_misfit(state: EngineState, source: Source, strict: bool, full: bool =
     optimized = state.optimized()
     missing = [n for n in names if resolved[n] not in stored and (n in optimized or n not in state.parameters)]
     stored_names = set(resolved.values())
-    unexpected = [n for n in stored if n not in stored_names and n.rpartition(".")[2] != _EXTRA_STATE]
+    unexpected = [n for n in stored if n not in stored_names and not is_extra_state(n)]
     wrong = [
         f"{n}: {list(stored[resolved[n]].shape)} stored, {list(shape)} in the model"
         for n, shape in names.items()

@@ -11,10 +11,9 @@ import torch
 from ort_zero.checkpoint.aggregation.aggregation_plan import OPTIMIZER_FORMAT, OPTIMIZER_JSON, OPTIMIZER_VERSION
 from ort_zero.checkpoint.aggregation.safetensors_files import open_safetensors
 from ort_zero.checkpoint.files import json_text
-from ort_zero.checkpoint.files.dtypes import torch_dtype
 from ort_zero.checkpoint.files.storage import Folder, open_folder
 from ort_zero.checkpoint.format.values import decode_in_json
-from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
+from ort_zero.checkpoint.reads.checked_reads import read_whole
 from ort_zero.checkpoint.records import MAX_NAMED
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
@@ -52,12 +51,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, path: str | os.PathLi
     stored = {(tensor.kind, tensor.name): tensor for tensor in source.tensors if tensor.is_optimizer_state}
     names = _names(optimizer, model, about["aliases"])
     _check(optimizer, about, {key: tensor.shape for key, tensor in stored.items()}, names, folder)
-    reader = CheckedReader(folder, source.files)
-    values: dict[tuple[str, str], torch.Tensor] = {}
-    for key, tensor in stored.items():
-        values[key] = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
-        target = values[key].view(-1)
-        reader.read([ReadRequest(tensor=tensor, start=0, length=tensor.elements, target=target)])
+    values = {key: read_whole(folder, tensor) for key, tensor in stored.items()}
     optimizer.load_state_dict(_state_dict(optimizer, about, values, names))
 
 

@@ -215,6 +215,15 @@ class CheckedReader:
         self._checked.add(piece)
 
 
+def read_whole(folder: Folder, tensor: Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the values of a stored tensor in its shape, checked, in its own or another dtype."""
+    import torch
+
+    target = torch.empty(tensor.elements, dtype=dtype or dtypes.torch_dtype(tensor.dtype))
+    CheckedReader(folder, {}).read([ReadRequest(tensor=tensor, start=0, length=tensor.elements, target=target)])
+    return target.view(tensor.shape)
+
+
 def wanted_of(request: ReadRequest) -> Iterator[WantedBytes]:
     """Yield the bytes to read of each piece in the range of a request."""
     size = dtypes.itemsize(request.tensor.dtype)
