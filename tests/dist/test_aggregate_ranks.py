@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from ort_zero.checkpoint.aggregation import streaming
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
-from ort_zero.checkpoint.model_files import output_record
+from ort_zero.checkpoint.aggregation.destination import RECORD
 from ort_zero.distributed.launched_ranks import from_launcher
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def written(out: Path) -> set[str]:
     """Return the names of all files in the output but the record of them."""
-    return set(os.listdir(out)) - {output_record.NAME}
+    return set(os.listdir(out)) - {RECORD}
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess:

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 
 from ort_zero.checkpoint.aggregation import streaming
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
+from ort_zero.checkpoint.aggregation.destination import RECORD
 from ort_zero.checkpoint.files import storage
 from ort_zero.checkpoint.files.remote_storage import RemoteFolder
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
-from ort_zero.checkpoint.model_files import output_record
 from ort_zero.checkpoint.reads import checked_reads, record_checks
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, File, Piece, Tensor
 from ort_zero.cli.main import main
@@ -59,7 +59,7 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
 
 def names(path: Path) -> list[str]:
     """Return the names of all files but the record of what was written."""
-    return sorted(set(os.listdir(path)) - {output_record.NAME}) if path.exists() else []
+    return sorted(set(os.listdir(path)) - {RECORD}) if path.exists() else []
 
 
 def flip(path: Path, at: int) -> None:
@@ -229,7 +229,7 @@ def test_remote_source_and_destination(tmp_path):
         for form, limit in (("safetensors", "5GB"), ("torch", 300)):
             report = aggregate("memory://agg/src", f"memory://agg/{form}", format=form, max_shard_size=limit)
             there = {p.rsplit("/", 1)[-1] for p in fs.ls(f"/agg/{form}", detail=False)}
-            assert there == {*report.files, output_record.NAME}
+            assert there == {*report.files, RECORD}
             assert all(fs.size(f"/agg/{form}/{name}") == size for name, size in report.files.items())
         (tmp_path / "m").write_bytes(fs.cat_file("/agg/safetensors/model.safetensors"))
         assert same(load_file(tmp_path / "m"), WEIGHTS)

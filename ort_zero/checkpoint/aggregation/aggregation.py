@@ -11,19 +11,19 @@ from typing import Any
 
 from ort_zero import env
 from ort_zero.checkpoint.aggregation.aggregation_plan import OutputFile, Plan, make_plan, split
-from ort_zero.checkpoint.aggregation.destination import existing_names, make_folder, removable_names
-from ort_zero.checkpoint.aggregation.publishing import Job, publish
+from ort_zero.checkpoint.aggregation.destination import existing_names, make_folder, publish, removable_names
 from ort_zero.checkpoint.aggregation.safetensors_files import open_safetensors
 from ort_zero.checkpoint.aggregation.streaming import Findings, Streamer
 from ort_zero.checkpoint.files.allowed_names import is_config_name
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.model_files import remote_code
+from ort_zero.checkpoint.model_files.adapters import Merge
 from ort_zero.checkpoint.model_files.config_files import ConfigFile, config_files_beside, with_dtype
 from ort_zero.checkpoint.model_files.selection import ADAPTER, Choices, Selected, select
 from ort_zero.checkpoint.pieces import first_and_count
 from ort_zero.checkpoint.reads.record_checks import check_records_of
-from ort_zero.checkpoint.records import MAX_NAMED, Source
+from ort_zero.checkpoint.records import MAX_NAMED, File, Source
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError
 from ort_zero.masking import masked
@@ -67,6 +67,29 @@ class AggregateReport:
     seconds: float
     dry_run: bool
     warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """An aggregation as rank 0 has planned it: what is read, written and published; the same on all ranks."""
+
+    root: str
+    """Folder or URL of the checkpoint."""
+    files: Mapping[str, File]
+    """The files of the checkpoint by name."""
+    merges: Mapping[str, Merge]
+    """LoRA's matrices to add, by name of the base weight."""
+    about: Mapping[str, Any]
+    """The fields of the report that describe the source."""
+    warnings: tuple[str, ...]
+    plan: Plan
+    """The files to write."""
+    small_files: Mapping[str, bytes]
+    """Content of the files without tensors by name."""
+    token: str
+    """Part of the partial names of this run."""
+    removable: frozenset[str]
+    """Names of files in the destination that may be replaced or removed."""
 
 
 @collection_paused()
@@ -169,7 +192,7 @@ def aggregate(
             )
             job = _prepare(selected, plan, configs, target, overwrite)
             if not dry_run:
-                for name in (*(file.name for file in plan.files), *job.extras):
+                for name in (*(file.name for file in plan.files), *job.small_files):
                     make_folder(target.child(name.rpartition("/")[0]) if "/" in name else target)
     job = ranks.broadcast(job)
     folder = open_folder(job.root)
@@ -178,7 +201,7 @@ def aggregate(
     if not dry_run:
         notes, sizes = _write(job, folder, target, ranks, workers=workers, verify=verify, strict=strict, shown=progress)
         warnings += notes
-    sizes = {**sizes, **{name: len(data) for name, data in job.small_files().items()}}
+    sizes = {**sizes, **{name: len(data) for name, data in job.small_files.items()}}
     return AggregateReport(
         **job.about,
         destination=target.path(),
@@ -246,16 +269,16 @@ def _prepare(
     configs: Mapping[str, ConfigFile],
     target: Folder,
     overwrite: bool,
-) -> Job:
+) -> _Job:
     """Check the destination; return the job for all ranks."""
     source = selected.source
     written = {file.name for file in plan.files} | plan.texts.keys()
     existing = existing_names(target, source.root, (*written, *configs), overwrite)
     small_files, copied = _config_files(selected, plan, configs)
     removable = removable_names(target, existing, written, small_files)
-    return Job(
+    return _Job(
         plan=plan,
-        extras=small_files,
+        small_files={**small_files, **{name: text.encode() for name, text in plan.texts.items()}},
         token=uuid.uuid4().hex[:8],
         removable=removable,
         root=source.root,
@@ -310,7 +333,7 @@ def _missing_files(selected: Selected, small_files: Mapping[str, bytes], existin
 
 
 def _write(
-    job: Job,
+    job: _Job,
     folder: Folder,
     target: Folder,
     ranks: RankGroup,
@@ -357,7 +380,9 @@ def _write(
         warnings = _warnings(ranks, streamer.findings)
         if strict and warnings:
             raise CheckpointError(f"{job.root}: {'; '.join(warnings)}; refused by --strict")
-        return warnings, publish(job, rank_files, target, ranks)
+        names = {file.name for file in job.plan.files}
+        own = [file.name for file in rank_files]
+        return warnings, publish(target, names, own, job.small_files, job.removable, job.token, ranks)
     except BaseException:
         for file in job.plan.files:
             target.discard(file.name, job.token)
