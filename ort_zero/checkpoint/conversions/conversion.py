@@ -1,4 +1,4 @@
-"""Share the source, the form of the new checkpoint and memory for tensors between the writers of a conversion."""
+"""Share the source, the new description and memory for tensors between the writers of a conversion."""
 
 from __future__ import annotations
 
@@ -17,23 +17,6 @@ from ort_zero.checkpoint.records import BUFFER, MASTER, MODULE, WEIGHT, Source, 
 from ort_zero.errors import CheckpointError
 
 
-@dataclass(frozen=True, kw_only=True)
-class Form:
-    """The format, ranks and dtype of the new checkpoint; the same on all ranks."""
-
-    to: str
-    """"ort_zero", "deepspeed" or "universal"."""
-    world_size: int
-    stage: int
-    dtype: str
-    """Dtype of the module's weights, as a safetensors code such as "BF16"."""
-    sub_group_size: int
-    """Number of elements of one rank at which a sub-group of ZeRO-3 is full."""
-    tag: str
-    token: str
-    """Part of the names of this run's partial files."""
-
-
 @dataclass(kw_only=True)
 class Conversion:
     """The part of a conversion that runs on one rank."""
@@ -41,7 +24,11 @@ class Conversion:
     source: Source
     target: Folder
     """Where the files of the new checkpoint are written."""
-    form: Form
+    new: Source
+    """The new checkpoint without tensors and files; its `save_id` is part of the names of partial files, its format
+    "ort_zero", "deepspeed" or "universal"."""
+    sub_group_size: int
+    """Number of elements of one rank at which a sub-group of ZeRO-3 is full."""
     trust_pickle: bool
     files: dict[str, int] = field(default_factory=dict)
     """Size in bytes of each file that this rank has written, by name."""
@@ -49,8 +36,9 @@ class Conversion:
     """Names of the files that this rank has begun to write."""
 
     def __post_init__(self) -> None:
-        if self.form.world_size != self.source.world_size:
+        if self.new.world_size != self.source.world_size:
             self.source = replace(self.source, tensors=tuple(t for t in self.source.tensors if not t.is_of_one_rank))
+        self.dtype = self.new.dtype or "F32"
         self.folder = open_folder(self.source.root)
         self.reader = CheckedReader(self.folder, self.source.files)
         self.scratch = Scratch()
@@ -115,9 +103,9 @@ class Conversion:
             reported_name: name of the file in the report, if it differs.
         """
         self.begun.append(reported_name or name)
-        with folder.writing(name, self.form.token) as stream:
+        with folder.writing(name, self.new.save_id) as stream:
             torch.save(content, stream)
-        folder.publish(name, self.form.token)
+        folder.publish(name, self.new.save_id)
         self.files[reported_name or name] = folder.size(name) or 0
 
     def numbers(self, names: Sequence[str]) -> dict[str, float]:

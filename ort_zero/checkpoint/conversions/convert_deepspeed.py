@@ -27,15 +27,15 @@ def write_rank(work: Conversion, rank: int) -> None:
     version = deepspeed_files.require_deepspeed()
     saved = work.training_state(rank)
     flats = flat_groups(work, rank)
-    prefix = "bf16_" if work.form.dtype == "BF16" else ""
+    prefix = "bf16_" if work.dtype == "BF16" else ""
     content = {
         "optimizer_state_dict": _optimizer_state(work, flats, saved, version),
         "ds_config": ds_config(work),
         "ds_version": version,
     }
     work.save(work.target, f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", content)
-    if work.form.stage == 3 or rank == 0:
-        save_module(work, rank, flats, saved, work.form.stage == 3)
+    if work.new.zero_stage == 3 or rank == 0:
+        save_module(work, rank, flats, saved, work.new.zero_stage == 3)
 
 
 def save_module(work: Conversion, rank: int, flats: list[FlatGroup], saved: TrainingState, by_rank: bool) -> None:
@@ -49,11 +49,10 @@ def save_module(work: Conversion, rank: int, flats: list[FlatGroup], saved: Trai
 def flat_groups(work: Conversion, rank: int) -> list[FlatGroup]:
     """Return the layout of the flat tensors of a rank of the new checkpoint."""
     shapes = {name: tensor.shape for name, tensor in work.masters.items()}
-    form = work.form
-    if form.stage == 3:
-        return zero3_groups(work.groups(), shapes, rank, form.world_size, form.sub_group_size)
+    if work.new.zero_stage == 3:
+        return zero3_groups(work.groups(), shapes, rank, work.new.world_size, work.sub_group_size)
     groups = enumerate(work.groups())
-    return [zero12_group(number, names, shapes, rank, form.world_size) for number, names in groups]
+    return [zero12_group(number, names, shapes, rank, work.new.world_size) for number, names in groups]
 
 
 def ds_config(work: Conversion) -> dict[str, Any]:
@@ -61,9 +60,9 @@ def ds_config(work: Conversion) -> dict[str, Any]:
     optimizer = work.source.optimizer
     config: dict[str, Any] = {
         "optimizer": {"type": optimizer.class_name if optimizer else None},
-        "zero_optimization": {"stage": work.form.stage},
+        "zero_optimization": {"stage": work.new.zero_stage},
     }
-    key = {"BF16": "bf16", "F16": "fp16"}.get(work.form.dtype)
+    key = {"BF16": "bf16", "F16": "fp16"}.get(work.dtype)
     return {**config, key: {"enabled": True}} if key else config
 
 
@@ -74,8 +73,8 @@ def param_groups(work: Conversion, numbers: list[list[int]]) -> list[dict[str, A
 
 def scale_of(work: Conversion, saved: TrainingState) -> dict[str, Any]:
     """Return the entries that a ZeRO optimizer saves for its loss scale."""
-    same = work.source.dtype in (None, work.form.dtype)
-    scaler = deepspeed_files.loss_scaler(saved.loss_scaler if same else None, work.form.dtype == "F16")
+    same = work.source.dtype in (None, work.dtype)
+    scaler = deepspeed_files.loss_scaler(saved.loss_scaler if same else None, work.dtype == "F16")
     return {
         "loss_scaler": scaler,
         "dynamic_loss_scale": type(scaler).__name__ == "DynamicLossScaler",
@@ -85,7 +84,7 @@ def scale_of(work: Conversion, saved: TrainingState) -> dict[str, Any]:
 
 def _optimizer_state(work: Conversion, flats: list[FlatGroup], saved: TrainingState, version: str) -> dict[str, Any]:
     requests: list[ReadRequest] = []
-    zero3 = work.form.stage == 3
+    zero3 = work.new.zero_stage == 3
     masters, state = [], {}
     for number, flat in enumerate(flats):
         masters.append(_flat(work, flat, work.masters, flat.size - flat.padding, requests))
@@ -100,10 +99,10 @@ def _optimizer_state(work: Conversion, flats: list[FlatGroup], saved: TrainingSt
     for number, flat in enumerate(flats):
         numbers[flat.group].append(number)
     inner = {"state": state, "param_groups": param_groups(work, numbers)}
-    content = {**scale_of(work, saved), "zero_stage": deepspeed_files.stage_number(work.form.stage)}
+    content = {**scale_of(work, saved), "zero_stage": deepspeed_files.stage_number(work.new.zero_stage)}
     if zero3:
         content |= {
-            "partition_count": work.form.world_size,
+            "partition_count": work.new.world_size,
             "optimizer_state_dict": inner,
             "fp32_flat_groups": masters,
         }
@@ -115,7 +114,7 @@ def _optimizer_state(work: Conversion, flats: list[FlatGroup], saved: TrainingSt
         "base_optimizer_state": inner,
         "single_partition_of_fp32_groups": masters,
         "group_paddings": [flat.padding for flat in flats],
-        "partition_count": [work.form.world_size] * len(flats),
+        "partition_count": [work.new.world_size] * len(flats),
         "ds_version": version,
         "param_slice_mappings": slices,
     }
@@ -141,7 +140,7 @@ def _module_content(
 ) -> dict[str, Any]:
     """Return the content of ``*_model_states.pt``."""
     requests: list[ReadRequest] = []
-    dtype = torch_dtype(work.form.dtype)
+    dtype = torch_dtype(work.dtype)
     module: dict[str, Any] = OrderedDict()
     fragments: dict[str, torch.Tensor] = OrderedDict()
     buffers = work.buffers_of(rank)
@@ -161,7 +160,7 @@ def _module_content(
             module[alias] = module[name]
     for prefix, value in saved.extra_state.items():
         module[f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE] = value
-    with_frozen = by_rank or work.form.stage == 2
+    with_frozen = by_rank or work.new.zero_stage == 2
     frozen_shapes = OrderedDict((name, torch.Size(work.frozen[name].shape)) for name in fragments)
     steps = saved.counters["global_steps"]
     content = {
@@ -177,7 +176,7 @@ def _module_content(
         "random_ltd": saved.random_ltd,
         "skipped_steps": saved.counters.get("skipped_steps", 0),
         "global_steps": steps,
-        "dp_world_size": work.form.world_size,
+        "dp_world_size": work.new.world_size,
         "mp_world_size": 1,
         "ds_config": ds_config(work),
         "ds_version": deepspeed_files.require_deepspeed(),
@@ -194,8 +193,8 @@ def _module_content(
 
 def _partition(work: Conversion, tensor: Tensor, rank: int, requests: list[ReadRequest]) -> torch.Tensor:
     """Return memory for a rank's part of a frozen parameter, padded with zeros; append to `requests` the read of it."""
-    start, length = zero3_part(tensor.elements, rank, work.form.world_size)
-    room = work.scratch.tensor(-(-tensor.elements // work.form.world_size), torch_dtype(tensor.dtype))
+    start, length = zero3_part(tensor.elements, rank, work.new.world_size)
+    room = work.scratch.tensor(-(-tensor.elements // work.new.world_size), torch_dtype(tensor.dtype))
     if length:
         requests.append(ReadRequest(tensor=tensor, start=start, length=length, target=room.narrow(0, 0, length)))
     return room

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +29,7 @@ def write_rank(work: Conversion, rank: int) -> bytes:
     for tensor in work.source.tensors:
         if is_extra_state(tensor.name) and not tensor.is_optimizer_state:
             continue
-        start, length = _part(tensor, rank, work.form.world_size)
+        start, length = _part(tensor, rank, work.new.world_size)
         if length:
             room = work.scratch.tensor(length, torch_dtype(tensor.dtype))
             requests.append(ReadRequest(tensor=tensor, start=start, length=length, target=room))
@@ -48,11 +47,11 @@ def write_rank(work: Conversion, rank: int) -> bytes:
     shard = Shard(weights=weights, moments=moments, extra=extra, extra_tensors=tensors, scalars=scalars)
     names: list[str] = []
     try:
-        part = write_rank_files(work.target, _job(work, shard), rank, work.form.world_size, names)
+        part = write_rank_files(work.target, _job(work, shard), rank, work.new.world_size, names)
     finally:
         work.begun += names
     for name in names:
-        work.target.publish(name, work.form.token)
+        work.target.publish(name, work.new.save_id)
         work.files[name] = work.target.size(name) or 0
     return part.packed()
 
@@ -62,7 +61,7 @@ def write_manifest(work: Conversion, packed: list[bytes]) -> None:
     shard = Shard(weights=[], moments=[], extra={}, extra_tensors=[], scalars={})
     data = manifest_bytes(joined(work.target, _job(work, shard), packed))
     work.begun.append(manifest.NAME)
-    work.target.write(manifest.NAME, data, work.form.token)
+    work.target.write(manifest.NAME, data, work.new.save_id)
     work.files[manifest.NAME] = len(data)
 
 
@@ -75,22 +74,8 @@ def _part(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def _job(work: Conversion, shard: Shard) -> SaveJob:
-    source, form = work.source, work.form
-    shapes = {n: t.shape for n, t in source.weights().items() if not is_extra_state(n)}
-    optimizer = source.optimizer
-    about = replace(
-        source,
-        format="ort_zero",
-        root=work.target.path(),
-        tag=form.tag,
-        step=source.step or 0,
-        zero_stage=form.stage,
-        tensors=(),
-        files={},
-        frozen=source.frozen & shapes.keys(),
-        optimizer=optimizer and replace(optimizer, class_name=optimizer.class_name or "unknown", scalars={}),
-        dtype=form.dtype,
-        run_id=uuid.uuid5(uuid.NAMESPACE_OID, form.token).hex,
-        save_id=form.token,
+    shapes = {name: t.shape for name, t in work.source.weights().items() if not is_extra_state(name)}
+    new = replace(work.new, root=work.target.path(), frozen=work.source.frozen & shapes.keys())
+    return SaveJob(
+        path=work.new.tag, about=new, shapes=shapes, suffix="", save_latest=False, durable=False, shard=shard
     )
-    return SaveJob(path=form.tag, about=about, shapes=shapes, suffix="", save_latest=False, durable=False, shard=shard)

@@ -46,8 +46,8 @@ def write_rest(work: Conversion) -> None:
     state = {index: _step(work, names) for index, names in enumerate(work.groups())}
     content: dict[str, Any] = {
         **convert_deepspeed.scale_of(work, saved),
-        "zero_stage": deepspeed_files.stage_number(work.form.stage),
-        "partition_count": [work.form.world_size] * len(groups),
+        "zero_stage": deepspeed_files.stage_number(work.new.zero_stage),
+        "partition_count": [work.new.world_size] * len(groups),
         "ds_version": version,
         "param_groups": groups,
         "optimizer_state_dict": {"state": state, "param_groups": groups},

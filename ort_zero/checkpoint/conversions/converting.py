@@ -13,11 +13,11 @@ import shutil
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ort_zero.checkpoint.conversions import convert_deepspeed, convert_ours, convert_universal
-from ort_zero.checkpoint.conversions.conversion import Conversion, Form
+from ort_zero.checkpoint.conversions.conversion import Conversion
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.files.allowed_names import check_tag
 from ort_zero.checkpoint.files.dtypes import CHOICES, output_code
@@ -116,13 +116,15 @@ def convert(
             source = find_source(os.fspath(src), tag, trust_pickle, tp_split)
             if not source.weights():
                 raise CheckpointError(f"{source.root} holds no weights, so there is nothing to convert")
-            choices = _choices(source, to, world_size, stage, dtype, sub_group_size)
-            place = open_folder(dst).child(choices.tag)
+            new = _described(source, to, world_size, stage, dtype, sub_group_size)
+            place = open_folder(dst).child(new.tag)
             _refuse_place(place, source, overwrite)
-            target = _make_target(open_folder(dst), place, choices)
-            prepared = source, choices, target
-    source, choices, target = ranks.broadcast(prepared)
-    work = Conversion(source=source, target=open_folder(target), form=choices, trust_pickle=trust_pickle)
+            target = _make_target(open_folder(dst), place, new)
+            prepared = source, new, target
+    source, new, target = ranks.broadcast(prepared)
+    work = Conversion(
+        source=source, target=open_folder(target), new=new, sub_group_size=sub_group_size, trust_pickle=trust_pickle
+    )
     written = False
     try:
         _write(work, ranks, progress)
@@ -133,7 +135,7 @@ def convert(
         with ranks.raise_on_all("publishing"):
             warnings: tuple[str, ...] = source.notes
             if ranks.rank == 0:
-                warnings += _publish(open_folder(dst), work.target, choices)
+                warnings += _publish(open_folder(dst), work.target, new)
     except BaseException:
         _discard(work, ranks, written)
         raise
@@ -144,13 +146,13 @@ def convert(
         source_format=source.format,
         source_world_size=source.world_size,
         source_stage=source.zero_stage,
-        destination=open_folder(dst).child(choices.tag).path(),
+        destination=open_folder(dst).child(new.tag).path(),
         to=to,
-        tag=choices.tag,
+        tag=new.tag,
         step=source.step,
-        world_size=choices.world_size,
-        zero_stage=choices.stage,
-        dtype=choices.dtype,
+        world_size=new.world_size,
+        zero_stage=new.zero_stage,
+        dtype=work.dtype,
         files=dict(sorted(files.items())),
         bytes=sum(files.values()),
         seconds=time.perf_counter() - started,
@@ -158,10 +160,10 @@ def convert(
     )
 
 
-def _choices(
+def _described(
     source: Source, to: str, world_size: int | None, stage: int | None, dtype: str, sub_group_size: int
-) -> Form:
-    """Return the form of the new checkpoint."""
+) -> Source:
+    """Return the new checkpoint without tensors and files."""
     if to not in FORMATS:
         raise CheckpointError(f"the format {to!r} is not known; choose {', '.join(FORMATS)}")
     if dtype not in CHOICES:
@@ -177,9 +179,22 @@ def _choices(
         raise CheckpointError(f"ZeRO-{number} cannot be written in the format {to}; give a stage from {min_stage} to 3")
     tag = source.tag.rstrip("/").rpartition("/")[2]
     check_tag(tag)
-    code = output_code(dtype, source.dtype or "F32")
     token = uuid.uuid4().hex[:16]
-    return Form(to=to, world_size=size, stage=number, dtype=code, sub_group_size=sub_group_size, tag=tag, token=token)
+    optimizer = source.optimizer
+    return replace(
+        source,
+        format=to,
+        tag=tag,
+        step=source.step or 0,
+        world_size=size,
+        zero_stage=number,
+        tensors=(),
+        files={},
+        optimizer=optimizer and replace(optimizer, class_name=optimizer.class_name or "unknown", scalars={}),
+        dtype=output_code(dtype, source.dtype or "F32"),
+        run_id=uuid.uuid5(uuid.NAMESPACE_OID, token).hex,
+        save_id=token,
+    )
 
 
 def _refuse_place(place: Folder, source: Source, overwrite: bool) -> None:
@@ -210,35 +225,35 @@ def _is_left_over(name: str) -> bool:
     return name.startswith(".") and name.endswith(PARTIAL)
 
 
-def _make_target(parent: Folder, place: Folder, choices: Form) -> str:
+def _make_target(parent: Folder, place: Folder, new: Source) -> str:
     """Make and return the folder to write into: hidden beside `place`, or `place` itself if it is remote."""
     if not isinstance(place, LocalFolder):
         place.make()
         return place.url
     parent.make()
-    left_over = rf"\.({re.escape(choices.tag)}|latest|latest_universal)\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
+    left_over = rf"\.({re.escape(new.tag)}|latest|latest_universal)\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
     for name in parent.names():  # files of killed runs
         if re.fullmatch(left_over, name):
             path = parent.path(name)
             shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) else parent.remove(name)
-    hidden = parent.child(f".{choices.tag}.{choices.token}{PARTIAL}")
+    hidden = parent.child(f".{new.tag}.{new.save_id}{PARTIAL}")
     hidden.make()
     return hidden.url
 
 
 def _write(work: Conversion, ranks: RankGroup, progress: bool) -> None:
     """Write all files into the target. All ranks must call."""
-    choices = work.form
+    new = work.new
     # neighbouring ranks, since they need the same pieces of the source
-    target_ranks = range(*(choices.world_size * number // ranks.size for number in (ranks.rank, ranks.rank + 1)))
+    target_ranks = range(*(new.world_size * number // ranks.size for number in (ranks.rank, ranks.rank + 1)))
     parts: dict[int, bytes] = {}
     with (
         ranks.raise_on_all("converting"),
         bar(len(target_ranks), "convert", "files", shown=progress and not ranks.rank) as shown,
     ):
-        if choices.to != "ort_zero":
+        if new.format != "ort_zero":
             work.groups()  # raises for a source without optimizer, before a file is written
-        if choices.to == "universal":
+        if new.format == "universal":
             convert_universal.check(work)
             convert_universal.write_share(work, ranks.rank, ranks.size)
             if ranks.rank == 0:
@@ -246,7 +261,7 @@ def _write(work: Conversion, ranks: RankGroup, progress: bool) -> None:
         else:
             for rank in target_ranks:
                 work.new_scratch()
-                if choices.to == "ort_zero":
+                if new.format == "ort_zero":
                     parts[rank] = convert_ours.write_rank(work, rank)
                 else:
                     convert_deepspeed.write_rank(work, rank)
@@ -256,13 +271,13 @@ def _write(work: Conversion, ranks: RankGroup, progress: bool) -> None:
     for rank_parts in ranks.gather(parts):
         all_parts.update(rank_parts)
     with ranks.raise_on_all("converting"):
-        if choices.to == "ort_zero" and ranks.rank == 0:
-            convert_ours.write_manifest(work, [all_parts[rank] for rank in range(choices.world_size)])
+        if new.format == "ort_zero" and ranks.rank == 0:
+            convert_ours.write_manifest(work, [all_parts[rank] for rank in range(new.world_size)])
 
 
-def _publish(parent: Folder, target: Folder, choices: Form) -> tuple[str, ...]:
+def _publish(parent: Folder, target: Folder, new: Source) -> tuple[str, ...]:
     """Give the new checkpoint its final name, and write the tag into ``latest``; return warnings."""
-    place = parent.child(choices.tag)
+    place = parent.child(new.tag)
     if target.url != place.url:
         if place.names():
             _exchange(target.url, place.url)
@@ -271,10 +286,10 @@ def _publish(parent: Folder, target: Folder, choices: Form) -> tuple[str, ...]:
             os.rename(target.url, place.url)
     else:
         _remove_left_overs(place)
-    latest = file_names.LATEST_UNIVERSAL if choices.to == "universal" else manifest.LATEST
-    if parent.exists(latest) and parent.read(latest).decode(errors="replace").strip() != choices.tag:
+    latest = file_names.LATEST_UNIVERSAL if new.format == "universal" else manifest.LATEST
+    if parent.exists(latest) and parent.read(latest).decode(errors="replace").strip() != new.tag:
         return (f"{parent.path(latest)} names another checkpoint and stays as it is",)
-    parent.write(latest, choices.tag.encode(), choices.token)
+    parent.write(latest, new.tag.encode(), new.save_id)
     return ()
 
 
@@ -300,7 +315,7 @@ def _discard(work: Conversion, ranks: RankGroup, written: bool) -> None:
     """Remove the files of a failed conversion, but for a remote checkpoint whose files are all `written`."""
     if not isinstance(work.target, LocalFolder):
         for name in () if written else work.begun:
-            work.target.discard(name, work.form.token)
+            work.target.discard(name, work.new.save_id)
             work.target.remove_if_possible(name)
-    elif ranks.rank == 0 and work.target.url.endswith(f"{work.form.token}{PARTIAL}"):
+    elif ranks.rank == 0 and work.target.url.endswith(f"{work.new.save_id}{PARTIAL}"):
         shutil.rmtree(work.target.url, ignore_errors=True)
