@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import pickle
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +12,7 @@ from torch import nn
 from ort_zero.compat.deepspeed_units import max_gathered_elements
 from ort_zero.errors import ConfigError
 from ort_zero.units.finding import find_units
-from ort_zero.units.unit_forward import UnitForward, UnitRunner, is_compiled, replace_forward, restore_forward
+from ort_zero.units.unit_forward import UnitRunner, is_compiled, replace_forward, restore_forward
 
 
 class Block(nn.Module):
@@ -110,27 +108,6 @@ def test_the_replaced_forward_keeps_class_signature_and_names():
     assert torch.equal(block(x, scale=3.0), 2 * wanted)
     restore_forward(block)
     assert "forward" not in vars(block) and torch.equal(block(x, scale=3.0), wanted)
-
-
-def test_a_copy_runs_the_copied_unit():
-    block, x = Block(4), torch.randn(2, 4)
-    replace_forward(block, Doubling())
-    before = block(x)
-    other = copy.deepcopy(block)
-    with torch.no_grad():
-        other.second.weight.zero_()
-        other.second.bias.zero_()
-    assert torch.equal(other(x), 2 * x) and torch.equal(block(x), before)
-    assert isinstance(vars(other)["forward"], UnitForward) and vars(other)["forward"].unit is other
-
-
-def test_a_pickle_holds_the_plain_forward():
-    block, x = Block(4), torch.randn(2, 4)
-    wanted = block(x)
-    replace_forward(block, Doubling())
-    loaded = pickle.loads(pickle.dumps(block))
-    assert not is_compiled(loaded) and torch.equal(loaded(x), wanted)
-    assert loaded.forward.__self__ is loaded
 
 
 def test_a_forward_that_a_library_has_set_is_compiled_and_comes_back():
