@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 __all__ = ("HigherOrderOperator", "TorchDispatchMode")
+Symbols = tuple[int, ...]
+"""The values of a graph's symbols in one call."""
 
 
 def expression_of(size: torch.SymInt) -> Any:
@@ -69,3 +71,49 @@ def flops_of(module: GraphModule, fakes: Sequence[Any]) -> int:
         return 0
     total = counter.get_total_flops()
     return total if isinstance(total, int) else int(total.node.hint)
+
+
+class SizeReader:
+    """Reads the symbols of a graph, which stand for sizes that change, from a call's arguments, and computes sizes.
+
+    Args:
+        fakes: the fake tensors and symbolic numbers of the arguments.
+    """
+
+    def __init__(self, fakes: Sequence[Any]):
+        self._sources: dict[Any, tuple[int, int | None]] = {}
+        for place, fake in enumerate(fakes):
+            if isinstance(fake, torch.SymInt):
+                self._sources.setdefault(expression_of(fake), (place, None))
+            elif isinstance(fake, torch.Tensor):
+                for dim, size in enumerate(fake.shape):
+                    if isinstance(size, torch.SymInt):
+                        self._sources.setdefault(expression_of(size), (place, dim))
+        self._sources = {symbol: source for symbol, source in self._sources.items() if symbol.is_Symbol}
+
+    def __bool__(self) -> bool:
+        """Return True if the graph has sizes that change."""
+        return bool(self._sources)
+
+    def symbols(self, arguments: Sequence[Any]) -> Symbols:
+        """Return the values of the symbols in a call."""
+        return tuple(
+            int(arguments[place]) if dim is None else arguments[place].shape[dim]
+            for place, dim in self._sources.values()
+        )
+
+    def evaluate(self, value: Any, symbols: Symbols) -> Any:
+        """Return a symbolic number as a number, and anything else unchanged."""
+        return self.compute(expression_of(value), symbols) if isinstance(value, torch.SymInt) else value
+
+    def compute(self, expression: Any, symbols: Symbols) -> int:
+        """Return the value of an expression of symbols."""
+        return int(expression.xreplace(dict(zip(self._sources, symbols, strict=True))))
+
+    def knows(self, value: Any) -> bool:
+        """Return True if a number follows from the graph's inputs, so that :meth:`evaluate` can compute it."""
+        return not isinstance(value, torch.SymInt) or self.knows_expression(expression_of(value))
+
+    def knows_expression(self, expression: Any) -> bool:
+        """Return True if the graph's inputs tell the value of an expression."""
+        return expression.free_symbols <= self._sources.keys()

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from ort_zero import env, log
 from ort_zero.compat import compiled_backward, torch_compile
+from ort_zero.compat.torch_graphs import SizeReader
 from ort_zero.compat.transformers_gelu import replace_gelus
 from ort_zero.compile import devices, sessions, view_chains
 from ort_zero.compile.assembly import Assembled, assemble
@@ -26,7 +27,6 @@ from ort_zero.compile.memory import Kept
 from ort_zero.compile.partition import decompositions
 from ort_zero.compile.plan import Plan, Segment, make_plan
 from ort_zero.compile.records import graph_record
-from ort_zero.compile.sizes import SymbolReader
 from ort_zero.errors import ExportError
 from ort_zero.placement.agreement import agreement
 from ort_zero.placement.trial import Trial
@@ -144,7 +144,7 @@ class Compiler:
     ) -> Compiled:
         """Compile a graph for one direction; `returned` is the number of results for the user, None for all."""
         _prepare(module, direction)
-        symbols = SymbolReader([node for node in module.graph.nodes if node.op == "placeholder"])
+        symbols = SizeReader([node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")])
         plan, runners = self._planned(module, _device_of(module), symbols)
         graph = graph_record(plan, runners, direction, self._unit, reason)
         self.engine.add(graph)
@@ -152,7 +152,7 @@ class Compiler:
         return self._counted(program_of(module, plan, runners, symbols, returned), direction, kept)
 
     def _planned(
-        self, module: GraphModule, device: torch.device | None, symbols: SymbolReader
+        self, module: GraphModule, device: torch.device | None, symbols: SizeReader
     ) -> tuple[Plan, list[SegmentRunner]]:
         """Return the plan of a graph and what runs its segments; PyTorch runs those that get no session."""
         widen = device is not None and devices.computes_in_float32(device)
@@ -191,7 +191,7 @@ class Compiler:
         return torch_compile.boxed(run)
 
     def _runner(
-        self, segment: Segment, assembled: Assembled, device: torch.device, symbols: SymbolReader
+        self, segment: Segment, assembled: Assembled, device: torch.device, symbols: SizeReader
     ) -> SegmentRunner:
         session = sessions.session_of(assembled.model, device)
         trial = _trials.setdefault(
@@ -247,14 +247,14 @@ def _prepare(module: GraphModule, direction: str) -> None:
 
 
 def _unsupported(
-    node: torch.fx.Node, fragment: Fragment, device: torch.device | None, symbols: SymbolReader
+    node: torch.fx.Node, fragment: Fragment, device: torch.device | None, symbols: SizeReader
 ) -> str | None:
     """Return why the device's provider cannot run a fragment, or None."""
     if device is None or devices.provider_of(device) is None:
         return f"ONNX Runtime has no provider for {device}"
     if _devices_of((node, *node.all_input_nodes)) - {device}:
         return f"a tensor that is not on {device}"
-    if not all(symbols.knows(expression) for expression in fragment.sizes.values()):
+    if not all(symbols.knows_expression(expression) for expression in fragment.sizes.values()):
         return "a size that the inputs of the graph do not tell"
     return devices.unsupported(fragment, device)
 

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from ort_zero import log
 from ort_zero.compat.torch_compile import OpOverload
+from ort_zero.compat.torch_graphs import SizeReader, Symbols
 from ort_zero.compat.torch_modules import without_base
 from ort_zero.compile.assembly import Assembled
 from ort_zero.compile.layouts import dense_order, in_order
@@ -21,7 +22,7 @@ from ort_zero.compile.plan import Plan, Segment
 from ort_zero.compile.reference import in_float64, reference_of, runnable, with_moved_inputs
 from ort_zero.compile.reproducer import write_reproducer
 from ort_zero.compile.sessions import Layout, Session
-from ort_zero.compile.sizes import SymbolReader, Symbols
+from ort_zero.compile.sizes import numbers
 from ort_zero.placement.agreement import Agreement, Runner
 from ort_zero.placement.trial import Trial
 
@@ -49,7 +50,7 @@ class SegmentRunner:
         session: Session,
         trial: Trial,
         agreement: Agreement,
-        symbols: SymbolReader,
+        symbols: SizeReader,
         reproducers: Path,
     ):
         self.segment = segment
@@ -134,8 +135,8 @@ class SegmentRunner:
 
     def _layout(self, symbols: Symbols, session: Session) -> tuple[Layout, bool]:
         """Return the layout of calls with the same symbols, and whether a tensor is empty."""
-        shapes = [self._symbols.evaluate(edge.shape, symbols) for edge in self._edges]
-        layout = session.layout(self._symbols.evaluate(self._sizes, symbols), shapes)
+        shapes = [numbers(edge.shape, self._symbols, symbols) for edge in self._edges]
+        layout = session.layout(numbers(self._sizes, self._symbols, symbols), shapes)
         return layout, any(0 in shape for shape in shapes)
 
 
@@ -143,7 +144,7 @@ def program_of(
     module: GraphModule,
     plan: Plan,
     runners: Sequence[SegmentRunner],
-    symbols: SymbolReader,
+    symbols: SizeReader,
     returned: int | None = None,
 ) -> Callable[[list[Any]], Any]:
     """Return a function that runs a planned graph: it takes a list of the graph's inputs and empties it.
@@ -158,7 +159,7 @@ def program_of(
         returned: number of results that the user gets, the first ones; None for all. Autograd refuses to change a view
             in place that was made without gradients. Gradients, and what a forward keeps, may be views.
     """
-    names: dict[Any, Any] = {"read": symbols.read, "in_order": in_order, "without_base": without_base}
+    names: dict[Any, Any] = {"read": symbols.symbols, "in_order": in_order, "without_base": without_base}
     variables: dict[Node, str] = {node: f"a{index}" for index, node in enumerate(plan.placeholders)}
     for step in plan.steps:
         for node in step.outputs if isinstance(step, Segment) else (step.node,):

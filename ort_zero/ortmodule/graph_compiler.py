@@ -15,13 +15,13 @@ from torch.fx.passes.split_module import split_module
 
 from ort_zero import env, log
 from ort_zero.compat import compiled_backward
-from ort_zero.compat.torch_graphs import flops_of
+from ort_zero.compat.torch_graphs import Symbols, flops_of
 from ort_zero.errors import ExportError
 from ort_zero.ortmodule import memory, statistics
 from ort_zero.ortmodule.checking import check
 from ort_zero.ortmodule.function import Halves, OrtGraphFunction, kept_bytes
 from ort_zero.ortmodule.graphs.capture import CapturedGraph, capture
-from ort_zero.ortmodule.graphs.values import Symbols, value_of
+from ort_zero.ortmodule.graphs.values import value_of
 from ort_zero.ortmodule.records import OrtGraphRecord
 from ort_zero.ortmodule.upstream.building import build
 from ort_zero.ortmodule.upstream.sessions import Session, SessionError

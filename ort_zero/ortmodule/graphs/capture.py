@@ -11,10 +11,11 @@ import torch
 from torch import fx, nn
 
 from ort_zero.compat import torch_graphs
+from ort_zero.compat.torch_graphs import SizeReader
 from ort_zero.compat.transformers_gelu import replace_gelus
 from ort_zero.errors import ExportError
 from ort_zero.ortmodule.graphs import draws, refusals, rewrites
-from ort_zero.ortmodule.graphs.values import SizeReader, axes_of, value_of
+from ort_zero.ortmodule.graphs.values import axes_of, value_of
 
 _ARITHMETIC = frozenset(
     getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "iadd", "imul", "isub", "itruediv", "pow")

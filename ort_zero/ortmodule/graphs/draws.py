@@ -16,9 +16,10 @@ from torch import fx
 from torch.nn import functional as F
 
 from ort_zero.compat.torch_compile import tree_leaves, tree_map
+from ort_zero.compat.torch_graphs import SizeReader, Symbols
 from ort_zero.errors import ExportError
 from ort_zero.ortmodule.graphs.rewrites import attention
-from ort_zero.ortmodule.graphs.values import SizeReader, Symbols, value_of
+from ort_zero.ortmodule.graphs.values import value_of
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.feature_dropout)
 _OF_SIZES = (torch.rand, torch.randn, torch.randint, torch.randperm)

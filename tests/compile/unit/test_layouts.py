@@ -6,10 +6,10 @@ import torch
 from older_versions import older
 from torch.fx import Graph, GraphModule
 
+from ort_zero.compat.torch_graphs import SizeReader
 from ort_zero.compile.executor import program_of
 from ort_zero.compile.layouts import dense_order, in_order, inverse, sizes_and_strides
 from ort_zero.compile.plan import make_plan
-from ort_zero.compile.sizes import SymbolReader
 
 SIZES = (4, 16, 8, 8)
 
@@ -35,7 +35,9 @@ def test_a_gradient_of_another_layout_does_not_spoil_a_group_norm():
         node.meta["val"] = value
     graph.output((graph.call_function(backward, (*inputs, *rest)),))
     plan = make_plan(graph, widen=False, supports=lambda node, fragment: "no", refusal=lambda node: None)
-    program = program_of(GraphModule(torch.nn.Module(), graph), plan, [], SymbolReader(inputs))
+    program = program_of(
+        GraphModule(torch.nn.Module(), graph), plan, [], SizeReader([node.meta.get("val") for node in inputs])
+    )
     (ours,) = program([gradient, channels_last(x), mean, rstd, gain])
     torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
 
