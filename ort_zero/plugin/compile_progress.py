@@ -26,6 +26,6 @@ def shown(module: Any) -> Iterator[None]:
     number = next((number for number, unit in enumerate(units, 1) if unit is module), 0)
     delay = max(0.0, _SILENT_SECONDS - compiled["seconds"])
     what, is_shown = f"compiling {type(module).__name__}, unit", number > 0 and env.rank() == 0
-    with progress.steps_bar(what, len(units), done=number, shown=is_shown, delay=delay):
+    with progress.bar(len(units), what, "unit", done=number, shown=is_shown, delay=delay):
         yield
     compiled["seconds"] += time.monotonic() - started

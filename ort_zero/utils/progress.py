@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 hidden: list[bool] = []
@@ -13,102 +11,89 @@ hidden: list[bool] = []
 
 
 class Bar:
-    """A progress bar that is not shown, with the methods that callers use of the visible bar."""
+    """A progress bar that counts also where it is not shown; :meth:`update` may be called from any thread.
 
-    n: float = 0
+    Attributes:
+        n: number of units that are done.
+    """
 
-    def update(self, n: float = 1) -> bool | None:
+    def __init__(self, total: int | None, what: str, unit: str, shown: bool, delay: float, done: int = 0):
+        self.n: float = done
+        self._total, self._what, self._unit = total, what, unit
+        # the stream of now: work may replace sys.stderr in the meantime
+        self._stream: Any = sys.stderr if shown and not hidden and sys.stderr is not None else None
+        self._lock = threading.Lock()
+        self._progress: Any = None
+        self._task: Any = None
+        self._timer: threading.Timer | None = None
+        if self._stream is None or not self._stream.isatty():
+            self._stream = None
+        elif delay:
+            self._timer = threading.Timer(delay, self._start)
+            self._timer.daemon = True
+            self._timer.start()
+        else:
+            self._start()
+
+    def _start(self) -> None:
+        from rich import progress
+        from rich.console import Console
+
+        count: Any = progress.MofNCompleteColumn()
+        times: list[Any] = [progress.TimeElapsedColumn()]
+        if self._unit == "B":
+            count = progress.DownloadColumn(binary_units=True)
+            times = [progress.TransferSpeedColumn(), progress.TimeRemainingColumn()]
+        columns = [progress.TextColumn("{task.description}", markup=False), count, progress.BarColumn(), *times]
+        with self._lock:
+            if self._stream is None:
+                return  # closed in the meantime
+            self._progress = progress.Progress(
+                *columns, console=Console(file=self._stream), transient=True, redirect_stdout=False,
+                redirect_stderr=False,
+            )  # fmt: skip
+            self._task = self._progress.add_task(self._what, total=self._total, completed=self.n)
+            self._progress.start()
+
+    def update(self, n: float = 1) -> None:
         """Count `n` more units as done."""
-        self.n += n
-        return None
+        with self._lock:
+            self.n += n
+            if self._progress is not None:
+                self._progress.update(self._task, completed=self.n)
 
     def move(self, done: int, of: int, what: str = "") -> None:
-        """Do nothing."""
+        """Count `done` of `of` units as done, with the name `what` if it is not empty."""
+        with self._lock:
+            self.n, self._total, self._what = done, of, what or self._what
+            if self._progress is not None:
+                self._progress.update(self._task, completed=done, total=of, description=self._what)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Remove the bar. May be called twice."""
+        with self._lock:
+            shown, self._progress, self._stream = self._progress, None, None
+        if self._timer is not None:
+            self._timer.cancel()
+        if shown is not None:
+            shown.stop()
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Bar:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
 
-def bar(total: int | None, what: str, unit: str = "B", *, shown: bool = True, delay: float = 1) -> Any:
+def bar(total: int | None, what: str, unit: str = "B", *, shown: bool = True, delay: float = 1, done: int = 0) -> Bar:
     """Return a bar that counts `total` units; ``update(n)`` from any thread, ``close()`` at the end.
 
     Args:
         total: number of units; None if it is unknown before the first ``move()``.
         what: name of the work.
-        unit: unit of the numbers; bytes are shown as KiB, MiB, ...
+        unit: unit of the numbers; bytes are shown as KiB, MiB, ... with their speed, others with the time so far.
         shown: False on ranks and with options without a bar.
         delay: seconds of work before a bar appears.
+        done: number of units that count as done at the begin.
     """
-    if not shown or hidden or not sys.stderr.isatty():
-        return Bar()
-    from ort_zero.utils.terminal_bar import TerminalBar
-
-    scaled = {"unit_scale": True, "unit_divisor": 1024} if unit == "B" else {}
-    return TerminalBar(total=total, desc=what, unit=unit, delay=delay, leave=False, **scaled)
-
-
-class Steps:
-    """The progress of work in a few long steps."""
-
-    def __init__(self, what: str):
-        self.text = what
-        self.done = 0
-        self._what = what
-
-    def begin(self, step: str) -> None:
-        """Name the step that runs now."""
-        self.text = f"{self._what}: {step}"
-
-    def end(self) -> None:
-        """Count a step as done."""
-        self.done += 1
-
-
-@contextlib.contextmanager
-def steps_bar(what: str, steps: int, *, done: int = 0, shown: bool = True, delay: float = 2) -> Iterator[Steps]:
-    """Show a bar while the block works in a few steps, each of which may be long; its clock runs all the time.
-
-    Args:
-        what: name of the work.
-        steps: number of steps.
-        done: number of steps that count as done at the begin.
-        shown: False on ranks without a bar.
-        delay: seconds of work before a bar appears.
-    """
-    progress = Steps(what)
-    progress.done = done
-    if not shown or hidden or sys.stderr is None or not sys.stderr.isatty():
-        yield progress
-        return
-    over = threading.Event()
-    # the current stream: an export replaces sys.stderr in the meantime
-    thread = threading.Thread(target=_show, args=(progress, steps, delay, sys.stderr, over), daemon=True)
-    thread.start()
-    try:
-        yield progress
-    finally:
-        over.set()
-        thread.join()
-
-
-def _show(progress: Steps, steps: int, delay: float, stream: Any, over: threading.Event) -> None:
-    """Draw a bar twice a second until the work is over, and remove it."""
-    if over.wait(delay):
-        return
-    from ort_zero.utils.terminal_bar import TerminalBar
-
-    form = "{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}"
-    done = min(progress.done, steps)
-    with TerminalBar(
-        total=steps, initial=done, desc=progress.text, file=stream, leave=False, bar_format=form
-    ) as bar_shown:
-        bar_shown.start_t -= delay
-        while not over.wait(0.5):
-            bar_shown.n = min(progress.done, steps)
-            bar_shown.set_description_str(progress.text)
+    return Bar(total, what, unit, shown, delay, done)

@@ -16,7 +16,7 @@ import torch
 from packaging.requirements import Requirement
 from safetensors.torch import load_file
 
-HEAVY = ("torch", "deepspeed", "transformers", "onnx", "onnxruntime", "fsspec", "rich", "tqdm", "packaging")
+HEAVY = ("torch", "deepspeed", "transformers", "onnx", "onnxruntime", "fsspec", "rich", "packaging")
 _CODE = """
 import sys
 from ort_zero.cli.main import main

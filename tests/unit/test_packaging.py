@@ -29,7 +29,6 @@ IMPORT_NAMES = {
     "pydantic",
     "rich",
     "safetensors",
-    "tqdm",
     "wrapt",
     "xxhash",
 }

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ort_zero.utils.progress import bar, steps_bar
+from ort_zero.utils.progress import bar
 
 
 class Terminal(io.StringIO):
@@ -19,19 +19,27 @@ class Terminal(io.StringIO):
 
 def terminal(monkeypatch):
     # not a fixture: pytest puts its own stream there again between the set-up of a test and the test
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
     return stream
 
 
+ERASED = "\x1b[2K"
+"""What a terminal is told when the line of the bar goes away."""
+
+
 def test_a_bar_moves_under_changing_names_and_goes_away(monkeypatch):
     seen = terminal(monkeypatch)
     shown = bar(None, "planning", "run", delay=0)
-    for done, what in enumerate(("without", "budget 65%")):
+    for done, what in enumerate(("without", "[budget] 65%")):
         shown.move(done, 2, what)
-    assert "budget 65%" in seen.getvalue() and "1/2" in seen.getvalue()
-    shown.move(2, 2, "done")
-    assert shown.disable and seen.getvalue().rsplit("\r", 2)[-2].strip() == ""
+        time.sleep(0.3)
+    assert "[budget] 65%" in seen.getvalue() and "1/2" in seen.getvalue()
+    shown.close()
+    shown.close()
+    assert seen.getvalue().endswith(ERASED)
     before = seen.getvalue()
     shown.move(1, 2, "again")
     assert seen.getvalue() == before
@@ -39,60 +47,38 @@ def test_a_bar_moves_under_changing_names_and_goes_away(monkeypatch):
 
 def test_bytes_are_scaled_and_counted_from_threads(monkeypatch):
     seen = terminal(monkeypatch)
-    with bar(8 * 2**20, "aggregate", delay=0) as shown, ThreadPoolExecutor(8) as pool:
-        for _ in range(800):
-            pool.submit(shown.update, 2**20 // 100)
-        pool.shutdown()
+    with bar(8 * 2**20, "aggregate", delay=0) as shown:
+        with ThreadPoolExecutor(8) as pool:
+            for _ in range(800):
+                pool.submit(shown.update, 2**20 // 100)
         assert shown.n == 800 * (2**20 // 100)
-    assert "8.00M" in seen.getvalue()
+    assert "8.0/8.0 MiB" in seen.getvalue()
 
 
-@pytest.mark.parametrize("stream, shown", [(Terminal(), False), (io.StringIO(), True)], ids=["unwanted", "file"])
-def test_nothing_is_written_where_nobody_looks(monkeypatch, stream, shown):
-    monkeypatch.setattr("sys.stderr", stream)
-    with bar(2, "verify", shown=shown, delay=0) as hidden:
-        hidden.move(1, 2, "x")
-        hidden.update()
-    assert stream.getvalue() == ""
-
-
-def test_a_bar_that_is_not_shown_counts_too():
-    hidden = bar(3, "planning", "cluster", shown=False)
-    hidden.update(2)
-    hidden.update()
-    assert hidden.n == 3
-
-
-def test_long_steps_are_shown_after_a_while_with_a_clock_that_goes_on(monkeypatch):
+def test_a_bar_appears_after_a_while_with_a_clock_that_goes_on(monkeypatch):
     seen = terminal(monkeypatch)
-    with steps_bar("Model training graph 1", 4, delay=0.2) as steps:
-        steps.begin("export")
-        time.sleep(0.1)
+    with bar(4, "compiling Block, unit", "unit", done=3, delay=0.3):
         assert seen.getvalue() == ""
         monkeypatch.setattr("sys.stderr", io.StringIO())  # as an export does
-        time.sleep(1)
-        steps.end()
-        steps.begin("gradient graph")
-        time.sleep(1)
+        time.sleep(2)
     text = seen.getvalue()
-    assert "Model training graph 1: export: 0/4" in text and "Model training graph 1: gradient graph: 1/4" in text
-    assert "00:01" in text and text.rsplit("\r", 2)[-2].strip() == ""
+    assert "compiling Block, unit" in text and "3/4" in text and "0:00:01" in text and text.endswith(ERASED)
 
 
 @pytest.mark.parametrize(("stream", "shown"), [(Terminal(), False), (io.StringIO(), True)], ids=["unwanted", "file"])
-def test_no_thread_is_started_where_nobody_looks(monkeypatch, stream, shown):
+def test_nothing_is_written_and_no_thread_started_where_nobody_looks(monkeypatch, stream, shown):
     monkeypatch.setattr("sys.stderr", stream)
     before = set(threading.enumerate())
-    with steps_bar("building", 2, shown=shown, delay=0) as steps:
-        steps.begin("one")
-        steps.end()
-        assert set(threading.enumerate()) <= before
-    assert stream.getvalue() == "" and steps.done == 1
+    with bar(3, "verify", shown=shown, delay=0) as quiet:
+        quiet.move(1, 2, "x")
+        quiet.update()
+        assert quiet.n == 2 and set(threading.enumerate()) <= before
+    assert stream.getvalue() == ""
 
 
-def test_a_thread_that_is_started_on_a_terminal_ends_with_the_bar(monkeypatch):
-    terminal(monkeypatch)
-    before = set(threading.enumerate())
-    with steps_bar("building", 2, delay=100):
+def test_short_work_shows_nothing_and_leaves_no_thread(monkeypatch):
+    seen, before = terminal(monkeypatch), set(threading.enumerate())
+    with bar(2, "building", "step", delay=100):
         (started,) = set(threading.enumerate()) - before
-    assert not started.is_alive()
+    started.join(5)
+    assert not started.is_alive() and seen.getvalue() == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -162,6 +163,7 @@ def test_a_long_first_step_shows_on_a_terminal_which_unit_is_compiled(monkeypatc
     torch._dynamo.reset()
     model = ort_zero.wrap(torch.nn.Sequential(*(torch.nn.Linear(n, n + 1) for n in (4, 5, 6))), log_level="WARNING")
     silent, shown = Terminal(), Terminal()
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", silent)
     monkeypatch.setattr(compile_progress, "_SILENT_SECONDS", 1000.0)
     model(torch.randn(2, 4)).sum().backward()
@@ -170,8 +172,9 @@ def test_a_long_first_step_shows_on_a_terminal_which_unit_is_compiled(monkeypatc
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setattr(compile_progress, "_SILENT_SECONDS", 0.0)
     model(torch.randn(2, 4)).sum().backward()
-    assert all(f"compiling Linear, unit: {number}/3" in shown.getvalue() for number in (1, 2, 3))
-    assert shown.getvalue().endswith("\r")  # the bar has gone away
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue())
+    assert all(f"compiling Linear, unit {number}/3" in text for number in (1, 2, 3))
+    assert shown.getvalue().endswith("\x1b[2K")  # the bar has gone away
 
 
 def test_models_of_segments_are_saved(tmp_path: Path):
