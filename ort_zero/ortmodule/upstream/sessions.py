@@ -15,6 +15,7 @@ from onnxruntime.capi.onnxruntime_inference_collection import get_ort_device_typ
 from torch._C import _from_dlpack, _to_dlpack
 
 from ort_zero.backends.sessions import register_arena, report_session, session_options
+from ort_zero.utils.named_ranges import SESSION, named_range
 
 _TYPES = {
     "float": onnx.TensorProto.FLOAT, "double": onnx.TensorProto.DOUBLE, "float16": onnx.TensorProto.FLOAT16,
@@ -48,7 +49,8 @@ class Session:
         self.outputs = tuple(each.name for each in self._session.get_outputs())
         device = _pybind_state.OrtDevice(get_ort_device_type("cpu", 0), _pybind_state.OrtDevice.default_memory(), 0)
         self._devices = [device] * len(self.outputs)
-        self._run: Callable[..., None] = self._session._sess.run_with_ortvaluevector
+        named = named_range(f"{SESSION} {self.key}, {self.nodes} nodes")
+        self._run: Callable[..., None] = named(self._session._sess.run_with_ortvaluevector)
         self._names = list(self.inputs), list(self.outputs)
         self._options = onnxruntime.RunOptions()
         report_session(self)
