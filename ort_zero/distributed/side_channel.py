@@ -20,41 +20,39 @@ _LENGTH = 8
 """Bytes of the message with the length of a rank's data."""
 
 
-class SideChannel:
-    """A connection that moves Python objects between all ranks. All ranks must construct it, in the same order."""
+class SideChannelGroup(PeerGroup):
+    """The group of all ranks over a connection of its own. All ranks must construct it, in the same order.
+
+    Raises:
+        CheckpointError: a rank is gone.
+    """
 
     _made = 0
     """Number of connections that this process has made; an attempt that failed is repeated under the same number."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        store = dist.PrefixStore(f"ort_zero/side_channel/{SideChannel._made}", default_store())
+        (self._gloo,) = self._reached(self._connect, None)
+
+    def _connect(self, _: None) -> list[Any]:
+        store = dist.PrefixStore(f"ort_zero/side_channel/{SideChannelGroup._made}", default_store())
         allow_open_files(self.size)
-        self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.size, default_timeout())
-        SideChannel._made += 1
+        connected = dist.ProcessGroupGloo(store, self.rank, self.size, default_timeout())
+        SideChannelGroup._made += 1
+        return [connected]
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank. All ranks must call.
-
-        Raises:
-            RuntimeError: a rank is gone.
-        """
+    def _exchange(self, value: Any) -> list[Any]:
         data = pickle.dumps(value)
         parts = self._all_gather(data, max(self._lengths(data)))
         return [pickle.loads(part) for part in parts]  # ignores the padding after the pickle
 
-    def gather_to_first(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every rank on rank 0, nothing on the others. All ranks must call.
-
-        Raises:
-            RuntimeError: a rank is gone.
-        """
+    def _collect(self, data: bytes) -> list[bytes]:
         lengths = self._lengths(data)
         mine = _tensor_of(data, max(lengths))
         everyone = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == 0 else []
         options = dist.GatherOptions()
         options.rootRank = 0
-        self._group.gather([everyone] if everyone else [], [mine], options).wait()
+        self._gloo.gather([everyone] if everyone else [], [mine], options).wait()
         return [one.numpy()[:length].tobytes() for one, length in zip(everyone, lengths)]
 
     def _lengths(self, data: bytes) -> list[int]:
@@ -66,7 +64,7 @@ class SideChannel:
         """Return the bytes of every rank, padded with zeros to `size` bytes."""
         mine = _tensor_of(data, size)
         everyone = [torch.empty(size, dtype=torch.uint8) for _ in range(self.size)]
-        self._group.allgather([everyone], [mine]).wait()
+        self._gloo.allgather([everyone], [mine]).wait()
         return [one.numpy().tobytes() for one in everyone]
 
 
@@ -75,17 +73,3 @@ def _tensor_of(data: bytes, size: int) -> torch.Tensor:
     tensor = torch.zeros(size, dtype=torch.uint8)
     tensor.numpy()[: len(data)] = memoryview(data)
     return tensor
-
-
-class SideChannelGroup(PeerGroup):
-    """The group of all ranks over a separate connection. All ranks must construct it, in the same order."""
-
-    def __init__(self) -> None:
-        (self._channel,) = self._reached(lambda _: [SideChannel()], None)
-        self.rank, self.size = self._channel.rank, self._channel.size
-
-    def _exchange(self, value: Any) -> list[Any]:
-        return self._channel.gather(value)
-
-    def _collect(self, data: bytes) -> list[bytes]:
-        return self._channel.gather_to_first(data)
