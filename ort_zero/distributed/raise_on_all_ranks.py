@@ -1,14 +1,17 @@
-"""Raise the failure of one rank on all ranks that do a job together, so that no rank waits for a failed one."""
+"""Raise the failure of one rank on all ranks that do a job together, so that no rank waits for a failed one.
+
+Importing this module imports no torch: a command that runs as one process needs none.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ort_zero.distributed import collectives
 from ort_zero.distributed.sigint import interrupts_deferred, interrupts_delivered
-from ort_zero.errors import CheckpointError, OrtZeroError
+from ort_zero.errors import CheckpointError, OrtZeroError, RankError
 
 
 class RankGroup:
@@ -65,14 +68,16 @@ class RankGroup:
                 if error is None:
                     raise
                 reports = []
-            failures = collectives.failures_in(reports)
+            failures = {rank: text for rank, text in enumerate(reports) if text is not None}
+            listed = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
             if everywhere is not None and failures and len(failures) < self.size:
-                raise everywhere(collectives.failure_list(failures)) from error
+                raise everywhere(listed) from error
             if isinstance(error, OSError):
                 raise CheckpointError(f"{what} failed: {error}") from error
             if error is not None:
                 raise error
-        collectives.raise_if_others_failed(reports, what, self.rank)
+        if failures:
+            raise RankError(f"{what} failed on another rank: {listed}", failures)
 
     def close(self) -> None:
         """Release the connections between the ranks."""
@@ -142,7 +147,11 @@ class TorchProcessGroup(PeerGroup):
         self._owns_default = owns_default
 
     def _exchange(self, value: Any) -> list[Any]:
-        return collectives.exchange(value, self.group)
+        import torch.distributed as dist
+
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, value, group=self.group)
+        return everyone
 
     def close(self) -> None:
         """Destroy the default process group if it was made for this object."""
@@ -154,7 +163,10 @@ class TorchProcessGroup(PeerGroup):
 
 def default_group() -> RankGroup:
     """Return the ranks of torch's default process group; a single rank without a process group."""
-    return TorchProcessGroup() if collectives.world_size() > 1 else RankGroup()
+    dist = sys.modules.get("torch.distributed")  # imported if there is a process group
+    if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return RankGroup()
+    return TorchProcessGroup()
 
 
 def first_line_of(error: BaseException) -> str:
