@@ -12,6 +12,7 @@ import logging
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,8 @@ def main() -> int:
     )
     args = parser.parse_args()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # of torch 2.13, about collectives that DeepSpeed calls
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
     config = json.loads(Path(args.deepspeed_config).read_text())
     if args.batch:

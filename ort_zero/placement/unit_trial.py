@@ -51,8 +51,6 @@ class UnitTrial:
         self.runner: Runner | None = decided[0] if decided is not None else None
         """The decision: ``ONNXRUNTIME`` runs units compiled, ``TORCH`` by their own forwards; None until it is made."""
         self._gain = decided[1] if decided is not None else None
-        self.is_told = False
-        """Whether a line has said that PyTorch runs the units."""
 
     @property
     def reason(self) -> str:

@@ -205,9 +205,10 @@ def _drawn(rows: Sequence[Row], width: int, boxes: bool) -> str:
     # the last column holds keys, which a user copies: no key is broken
     settings = [row[2] for row in rows if len(row) == 3]
     key = max(len(word) for text in settings for word in text.split())
-    last = rich_table.Column(rows[0][2], width=min(max(map(len, settings)), max(key, width // 3)))
+    widths = None, None, min(max(map(len, settings)), max(key, width // 3))
+    columns = [rich_table.Column(name, width=n, overflow="fold") for name, n in zip(rows[0], widths, strict=True)]
     lines = box.SQUARE if boxes else box.ASCII
-    drawn = rich_table.Table(*rows[0][:2], last, box=lines, show_edge=False, pad_edge=False, header_style="")
+    drawn = rich_table.Table(*columns, box=lines, show_edge=False, pad_edge=False, header_style="")
     for row in rows[1:]:
         drawn.add_row(*row)
     text = io.StringIO()

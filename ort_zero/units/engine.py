@@ -86,6 +86,8 @@ class Engine(abc.ABC, Generic[Graph]):
         """The reasons for new graphs, of each class of units."""
         self.units_in_torch: dict[str, str] = {}
         """Class names of units that PyTorch runs whole, since ONNX Runtime saves too little time, and why."""
+        self._said: set[tuple[str, str]] = set()
+        """The classes, and the reasons, of which a line has said that PyTorch runs their units."""
         self.on_step: Callable[[], bool] | None = None
         """The function to call after each step, at the next forward or after the engine's step, until it returns True.
         """
@@ -162,9 +164,14 @@ class Engine(abc.ABC, Generic[Graph]):
 
     def leave_to_torch(self, unit_class: str, reason: str) -> None:
         """Note and say, once, that PyTorch runs all units of a class from now on."""
-        if unit_class not in self.units_in_torch:
-            self.units_in_torch[unit_class] = reason
-            log.get_logger().info("PyTorch runs %s from now on: %s", unit_class, reason)
+        self.units_in_torch.setdefault(unit_class, reason)
+        self.say_in_torch(unit_class, unit_class, reason)
+
+    def say_in_torch(self, unit_class: str, what: str, reason: str) -> None:
+        """Say that PyTorch runs units of a class from now on, once for each reason."""
+        if (unit_class, reason) not in self._said:
+            self._said.add((unit_class, reason))
+            log.get_logger().info("PyTorch runs %s from now on: %s", what, reason)
 
     def figures(self) -> dict[str, Any]:
         """Return what the record of every engine has, as plain values."""

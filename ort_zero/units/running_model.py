@@ -228,10 +228,8 @@ class EngineRunner(UnitRunner):
         trial = model.trials[key]
         if trial.runner is Runner.TORCH:
             self._unit.is_slower = True
-            if all(each.is_slower for each in model.units if each.unit_class == self._unit.unit_class):
-                model.engine.leave_to_torch(self._unit.unit_class, trial.reason)
-            elif not trial.is_told:
-                what = f"{self._unit.unit_class} {self._unit.path} and its equals"
-                log.get_logger().info("PyTorch runs %s from now on: %s", what, trial.reason)
-            trial.is_told = True
+            unit_class = self._unit.unit_class
+            model.engine.say_in_torch(unit_class, f"{unit_class} {self._unit.path} and its equals", trial.reason)
+            if all(each.is_slower for each in model.units if each.unit_class == unit_class):
+                model.engine.leave_to_torch(unit_class, trial.reason)
         return trial

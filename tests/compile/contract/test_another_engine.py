@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from ort_zero import log
 from ort_zero.errors import ExportError
 from ort_zero.placement.agreement import agreement
 from ort_zero.units.engine import Engine, UnitGraph
@@ -139,13 +140,16 @@ def test_an_engine_trains_and_reports():
 
 
 @pytest.mark.parametrize("slowdown", [1e9, 0.0])
-def test_units_stay_while_they_cost_at_most_the_engines_factor(slowdown: float, tmp_path, monkeypatch):
+def test_units_stay_while_they_cost_at_most_the_engines_factor(slowdown: float, tmp_path, monkeypatch, capsys):
+    log.set_level("INFO")
     monkeypatch.setenv("ORT_ZERO_CACHE_DIR", str(tmp_path / str(slowdown)))
     plain, ours, model = plain_and_run_by(WholeGraphs(slowdown))
     agreement.cache_clear()
     assert_equal_steps(plain, ours, [4] * 80)
     agreement.cache_clear()
     assert model.status()["settled"]
+    said = "PyTorch runs Block 0 and its equals from now on: a forward and a backward take "
+    assert [line.count(said) for line in capsys.readouterr().err.splitlines()] == [1] * (not slowdown)
     assert [is_compiled(unit) for unit in model.unit_modules()] == [slowdown > 0] * 3
     assert model.engine.units_in_torch.keys() == (set() if slowdown else {"Block"})
 
