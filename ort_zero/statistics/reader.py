@@ -36,6 +36,11 @@ class Run:
         for rank in self.ranks:
             located = [files.locate_steps(file) for file in files_of[rank]]
             self._steps[rank] = sorted(step for steps, _ in located for step in steps)
+            for step, later in zip(self._steps[rank], self._steps[rank][1:]):
+                if step.number == later.number:
+                    raise StatisticsError(
+                        f"{step.path} and {later.path} both have step {step.number}: keep one of them"
+                    )
             self.notes += [remark for _, remark in located if remark]
             if manifests[rank]["model_digest"] != self.model_digest:
                 self.notes.append(f"{path}: rank {rank} has another model than rank 0")

@@ -319,6 +319,10 @@ def with_manifest(rank: int = 1, **changes):
     return change
 
 
+def overlapping_ranges(folder: Path) -> None:
+    write(folder, 1, 2, "run-1", 2, steps=(2, 3))
+
+
 def as_bytes(data: bytes):
     return lambda folder: (folder / files.file_name(1, 0)).write_bytes(data)
 
@@ -341,6 +345,7 @@ def range_of_another_run(folder: Path) -> None:
         (with_manifest(format_version=2), "format version 2, this ort_zero reads up to 1: install a newer one"),
         (with_manifest(run_id="run-2"), r"ranks of different runs \(rank 0 of run run-1, rank 1 of run run-2\)"),
         (range_of_another_run, r"ranks of different runs \(rank 1 of run run-1, rank 1 of run run-2\)"),
+        (overlapping_ranges, "rank_00001_from_0000000.arrow and .*_from_0000002.arrow both have step 2: keep one"),
         (lost_rank, r"lacks 1 of 2 ranks \(0\): put the files of all ranks into one"),
         (as_bytes(b""), r"lacks 1 of 2 ranks \(1\)"),
         (rank_too_many, "ranks of runs with different numbers of ranks"),
