@@ -237,6 +237,11 @@ class Terminal(io.StringIO):
 
 
 class Runtime:
+    """Runs a model, and is the engine that does so."""
+
+    def __init__(self):
+        self.engine = self
+
     def status(self):
         return status()
 
