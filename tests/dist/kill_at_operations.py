@@ -1,6 +1,6 @@
 """Kills saves, aggregations and conversions at each of their file operations, one rank or all; run as a program.
 
-python kill_at_operations.py save|aggregate|aggregate_all|convert RANKS ROUNDS FOLDER SEED
+python kill_at_operations.py save|aggregate|convert RANKS ROUNDS FOLDER SEED
 
 One program imports everything once and forks the ranks of every round, so that a round takes a fraction of a second.
 The ranks talk over gloo, as under a launcher. In most rounds a rank counts its file operations below the destination
@@ -117,7 +117,7 @@ class Save:
 
 
 class Aggregate:
-    """Aggregates two checkpoints in turn over each other's model; its weights hold the number of the checkpoint."""
+    """Aggregates two checkpoints in turn over each other's model and optimizer, which hold the checkpoint's number."""
 
     def __init__(self, folder: Path, ranks: int):
         self.there = folder / "model"
@@ -133,13 +133,16 @@ class Aggregate:
 
     def act(self, number: int, ranks: RankGroup) -> None:
         """Write over what is there."""
-        source = self.sources[number % 2]
         aggregate(
-            source, self.there, max_shard_size=2 * 4 * _ELEMENTS + 999, overwrite=True, ranks=ranks, progress=False
-        )
+            self.sources[number % 2], self.there, what="weights+optimizer", max_shard_size=2 * 4 * _ELEMENTS + 999,
+            overwrite=True, ranks=ranks, progress=False,
+        )  # fmt: skip
 
     def check(self) -> dict[str, float]:
-        """Return the value of the model that loads, nothing where none does."""
+        """Return the value of the model that loads, nothing where none does.
+
+        The optimizer's states are the same, or refused: neither is ever a mixture without a word.
+        """
         index = self.there / "model.safetensors.index.json"
         if not index.exists():
             return {}
@@ -147,54 +150,32 @@ class Aggregate:
         assert set(table) == set(_NAMES), table
         values = {v for name, file in table.items() for v in load_file(self.there / file)[name].unique().tolist()}
         assert len(values) == 1, f"the model is a mixture: {values}"
+        if (self.there / "optimizer.json").exists():
+            try:
+                states = self._states()
+            except CheckpointError as error:
+                assert "two checkpoints" in str(error) or "is missing" in str(error), error
+            else:
+                assert states == values, f"the optimizer's states are {states}, the weights {values}"
         return {"model": values.pop()}
+
+    def _states(self) -> set[float]:
+        """Return the values of the optimizer's states."""
+        module = torch.nn.Module()
+        for name in _NAMES:
+            module.register_parameter(name, torch.nn.Parameter(torch.zeros(_ELEMENTS)))
+        optimizer = torch.optim.RMSprop(module.parameters())
+        load_optimizer_state(optimizer, self.there, module)
+        return {v for state in optimizer.state.values() for v in state["exp_avg"].unique().tolist()}
 
     def allowed(self, before: dict[str, float], number: int) -> list[dict[str, float]]:
         """Return the results of :meth:`check` that a round may have."""
         return [before, {}, {"model": float(number % 2)}]
 
     def left(self, number: int) -> list[str]:
-        """Return what nobody needs after a round that was not killed."""
-        table = json.loads((self.there / "model.safetensors.index.json").read_text())["weight_map"]
-        known = {*table.values(), "model.safetensors.index.json", "config.json", ".ort_zero_output.json"}
-        return sorted({path.name for path in self.there.iterdir()} - known)
-
-
-class AggregateAll(Aggregate):
-    """As :class:`Aggregate`, with the optimizer: neither its state nor the model is ever a mixture without a word."""
-
-    def act(self, number: int, ranks: RankGroup) -> None:
-        """Write over what is there."""
-        aggregate(
-            self.sources[number % 2], self.there, what="weights+optimizer", max_shard_size=2 * 4 * _ELEMENTS + 999,
-            overwrite=True, ranks=ranks, progress=False,
-        )  # fmt: skip
-
-    def check(self) -> dict[str, float]:
-        """Return the value of the model that loads; the optimizer's states are the same, or refused."""
-        found = super().check()
-        if not found or not (self.there / "optimizer.json").exists():
-            return found
-        module = torch.nn.Module()
-        for name in _NAMES:
-            module.register_parameter(name, torch.nn.Parameter(torch.zeros(_ELEMENTS)))
-        optimizer = torch.optim.RMSprop(module.parameters())
-        try:
-            load_optimizer_state(optimizer, self.there, module)
-        except CheckpointError as error:
-            assert "two checkpoints" in str(error) or "is missing" in str(error), error
-            return found
-        values = {v for state in optimizer.state.values() for v in state["exp_avg"].unique().tolist()}
-        assert values == {found["model"]}, f"the optimizer's states are {values}, the weights {found}"
-        return found
-
-    def left(self, number: int) -> list[str]:
         """Return what nobody needs after a round that was not killed; all that is needed is there."""
-        self.check()
-        module, table = torch.nn.Module(), {}
-        for name in _NAMES:
-            module.register_parameter(name, torch.nn.Parameter(torch.zeros(_ELEMENTS)))
-        load_optimizer_state(torch.optim.RMSprop(module.parameters()), self.there, module)
+        self._states()
+        table = {}
         for stem in ("model", "optimizer"):
             table |= json.loads((self.there / f"{stem}.safetensors.index.json").read_text())["weight_map"]
         known = {*table.values(), "config.json", "optimizer.json", ".ort_zero_output.json"}
@@ -421,7 +402,7 @@ def _launch(
 def rounds(kind: str, size: int, count: int, folder: Path, seed: int) -> dict[str, Any]:
     """Kill `count` runs of a kind on `size` ranks; return how many were killed, where, and what was left of them."""
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
-    kinds = {"save": Save, "aggregate": Aggregate, "aggregate_all": AggregateAll, "convert": Convert}
+    kinds = {"save": Save, "aggregate": Aggregate, "convert": Convert}
     work = kinds[kind](folder, size)
     moments, output = random.Random(seed), folder / "output"
     report = {"killed": 0, "survivors": 0, "old": 0, "new": 0, "operations": 0, "all": 0}

@@ -9,14 +9,12 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-import xxhash
 from checkpoint_engines import (
     differences,
     engine_of,
@@ -24,6 +22,7 @@ from checkpoint_engines import (
     train,
     values_of,
 )
+from damage import Change, edited, flipped, removed, swapped, truncated
 from rank_processes.ranks import run_on_ranks
 
 from ort_zero.checkpoint import load, save
@@ -69,48 +68,17 @@ def load_rows(rows: dict[str, tuple[str, str | None]]) -> dict[str, dict[str, An
 # -- what is damaged, and what is said of it -------------------------------------------------------------------------
 
 
-def edit_manifest(tag: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest, and let its digest be right all the same."""
-    path = tag / manifest.NAME
-    value = json.loads(path.read_bytes())
-    value.pop("xxh3_128")
-    change(value)
-    text = json.dumps(value, indent=1).removesuffix("\n}")
-    path.write_text(f'{text},\n"xxh3_128": "{xxhash.xxh3_128(text.encode()).hexdigest()}"\n}}\n')
-
-
-def flip(path: Path, offset: int) -> None:
-    """Flip one bit."""
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 4
-    path.write_bytes(data)
-
-
 def flip_data(tag: Path) -> None:
     value = json.loads((tag / manifest.NAME).read_bytes())
     index = next(i for i, file in enumerate(value["files"]) if file["name"] == SHARD)
     pieces = [p for t in value["tensors"] if t["kind"] == "master" for p in t["pieces"] if p[0] == index]
-    flip(tag / SHARD, pieces[0][1] + 1)
-
-
-def flip_in_manifest(tag: Path) -> None:
-    flip(tag / manifest.NAME, (tag / manifest.NAME).read_bytes().index(b'"zero_stage": 2') + 14)
-
-
-def cut(path: Path, length: int) -> None:
-    path.write_bytes(path.read_bytes()[:length])
-
-
-def swap(tag: Path) -> None:
-    (tag / SHARD).rename(tag / "aside")
-    (tag / OTHER).rename(tag / SHARD)
-    (tag / "aside").rename(tag / OTHER)
+    flipped(SHARD, pieces[0][1] + 1)(tag)
 
 
 class Fault(NamedTuple):
     """What is done to the folder of a tag, and what is said of it."""
 
-    damage: Callable[[Path], Any]
+    damage: Change
     says: str | None
     """Regular expression that every message matches; None for what is no fault of a load."""
     of: str = SHARD
@@ -124,26 +92,26 @@ CHANGED = r"is damaged|is truncated"
 EXTRA = "rank_00001_extra.json"
 FAULTS = {
     "none": Fault(lambda tag: None, None),
-    "truncated": Fault(lambda tag: cut(tag / SHARD, (tag / SHARD).stat().st_size - 3), "is truncated"),
+    "truncated": Fault(truncated(SHARD, -3), "is truncated"),
     "flipped_bit": Fault(flip_data, "is damaged"),
-    "missing": Fault(lambda tag: (tag / SHARD).unlink(), "is missing"),
-    "missing_extra": Fault(lambda tag: (tag / EXTRA).unlink(), "is missing", EXTRA),
-    "flipped_bit_in_extra": Fault(lambda tag: flip(tag / EXTRA, 40), "is damaged", EXTRA),
+    "missing": Fault(removed(SHARD), "is missing"),
+    "missing_extra": Fault(removed(EXTRA), "is missing", EXTRA),
+    "flipped_bit_in_extra": Fault(flipped(EXTRA, 40), "is damaged", EXTRA),
     "of_another_step": Fault(lambda tag: shutil.copy(tag.parent / "later" / SHARD, tag), CHANGED),
     "of_another_world_size": Fault(lambda tag: shutil.copy(tag.parent / "wider" / SHARD, tag), CHANGED),
-    "swapped_ranks": Fault(swap, CHANGED, "_master.safetensors"),
+    "swapped_ranks": Fault(swapped(SHARD, OTHER), CHANGED, "_master.safetensors"),
     "a_folder_instead": Fault(lambda tag: ((tag / SHARD).unlink(), (tag / SHARD).mkdir()), "is a folder", kind=PLAIN),
-    "no_manifest": Fault(lambda tag: (tag / manifest.NAME).unlink(), f"no.* {manifest.NAME}", "good", PLAIN),
-    "cut_manifest": Fault(lambda tag: cut(tag / manifest.NAME, 500), "is not a manifest of ort_zero", manifest.NAME),
-    "flipped_bit_in_manifest": Fault(flip_in_manifest, "does not match its own digest", manifest.NAME),
+    "no_manifest": Fault(removed(manifest.NAME), f"no.* {manifest.NAME}", "good", PLAIN),
+    "cut_manifest": Fault(truncated(manifest.NAME, 500), "is not a manifest of ort_zero", manifest.NAME),
+    "flipped_bit_in_manifest": Fault(
+        flipped(manifest.NAME, b'"zero_stage": 2'), "does not match its own digest", manifest.NAME
+    ),
     "infinite_rate": Fault(
-        lambda tag: edit_manifest(tag, lambda value: value["optimizer"]["groups"][0]["options"].update(lr=math.inf)),
+        edited(lambda value: value["optimizer"]["groups"][0]["options"].update(lr=math.inf)),
         "lr of parameter group 0 cannot be inf",
         "good",
     ),
-    "next_version": Fault(
-        lambda tag: edit_manifest(tag, lambda value: value.update(version=5)), "version 5", manifest.NAME, PLAIN
-    ),
+    "next_version": Fault(edited(lambda value: value.update(version=5)), "version 5", manifest.NAME, PLAIN),
     "latest_names_nothing": Fault(
         lambda tag: (tag.parent / "latest").write_text("gone"), "names the tag 'gone'.*not there", "latest", PLAIN, None
     ),

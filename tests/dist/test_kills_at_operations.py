@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KILLS = {"save": 200, "aggregate": 100, "aggregate_all": 100, "convert": 100}
+KILLS = {"save": 150, "aggregate": 150, "convert": 100}
 """Kills of each kind in the slow test, half of them on one rank alone."""
 
 
@@ -38,7 +38,7 @@ def kill(kind: str, ranks: int, count: int, folder: Path, seed: int, timeout: fl
     return report
 
 
-@pytest.mark.parametrize("kind", ["save", "aggregate_all", "convert"])
+@pytest.mark.parametrize("kind", KILLS)
 def test_killed_at_some_operations(tmp_path, kind):
     report = kill(kind, 2, 12, tmp_path, 1)
     assert report["survivors"] and report["all"] and report["old"], report

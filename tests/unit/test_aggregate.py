@@ -16,6 +16,7 @@ import fsspec
 import pytest
 import torch
 from checkpoint_files import SAVED_ELSEWHERE, some_tensors, write
+from damage import flipped
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -60,12 +61,6 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
 def names(path: Path) -> list[str]:
     """Return the names of all files but the record of what was written."""
     return sorted(set(os.listdir(path)) - {RECORD}) if path.exists() else []
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def test_one_file_has_every_weight_bit_for_bit(shards, tmp_path):
@@ -203,7 +198,7 @@ def test_records_are_checked_without_reading_a_byte_twice(tmp_path, damage):
 @pytest.mark.parametrize("rank", range(3))
 def test_a_flipped_bit_names_file_and_parameter(shards, tmp_path, rank):
     path = shards / "global_step7" / f"rank_{rank:05d}_master.safetensors"
-    flip(path, path.stat().st_size - 1)
+    flipped(path.name, -1)(path.parent)
     with pytest.raises(CorruptCheckpointError, match=f"{path.name} is damaged: the bytes of .* of "):
         aggregate(shards, tmp_path / "out")
     assert names(tmp_path / "out") == []

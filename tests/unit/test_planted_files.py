@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import re
@@ -20,42 +19,13 @@ import checkpoint_files
 import deepspeed_states
 import pytest
 import torch
-import xxhash
+from damage import MANIFEST, Change, copied, edited, flipped, removed, swapped, truncated, written
 
 from ort_zero.cli.main import main
 
 SHARD, EXTRA = "rank_00000_master.safetensors", "rank_00000_extra.json"
 MODULE, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODULE3 = "zero_pp_rank_1_mp_rank_00_model_states.pt"
-Change = Callable[[Path], Any]
-
-
-def sign(text: str) -> bytes:
-    """Return the text of a manifest with the digest that belongs to it."""
-    body = text.rstrip()[:-1].rstrip()
-    return f'{body},\n"xxh3_128": "{xxhash.xxh3_128(body.encode()).hexdigest()}"\n}}\n'.encode()
-
-
-def written(change: Callable[[str], str]) -> Change:
-    """Change the text of a manifest, and sign it."""
-
-    def act(folder: Path) -> None:
-        content = json.loads((folder / "manifest.json").read_text())
-        del content["xxh3_128"]
-        (folder / "manifest.json").write_bytes(sign(change(json.dumps(content))))
-
-    return act
-
-
-def manifest(change: Callable[[dict[str, Any]], Any]) -> Change:
-    """Change the content of a manifest, and sign it."""
-
-    def act(text: str) -> str:
-        content = json.loads(text)
-        change(content)
-        return json.dumps(content)
-
-    return written(act)
 
 
 def tensor(content: dict[str, Any], name: str) -> dict[str, Any]:
@@ -73,7 +43,7 @@ def signed(name: str, size: int) -> Change:
 
     def act(folder: Path) -> None:
         os.truncate(folder / name, size)
-        manifest(lambda m: [file.update(size=size) for file in m["files"] if file["name"] == name])(folder)
+        edited(lambda m: [file.update(size=size) for file in m["files"] if file["name"] == name])(folder)
 
     return act
 
@@ -126,32 +96,8 @@ def pickled(data: bytes) -> Change:
     return act
 
 
-def truncated(name: str, size: int) -> Change:
-    """Let a file end at `size`, from its end if that is negative."""
-    return lambda folder: os.truncate(folder / name, size if size >= 0 else (folder / name).stat().st_size + size)
-
-
-def flipped(name: str, place: int | bytes) -> Change:
-    """Flip a bit at an offset, or in the first byte of a text."""
-
-    def act(folder: Path) -> None:
-        data = bytearray((folder / name).read_bytes())
-        data[data.index(place) if isinstance(place, bytes) else place] ^= 1
-        (folder / name).write_bytes(data)
-
-    return act
-
-
-def removed(name: str) -> Change:
-    return lambda folder: (folder / name).unlink()
-
-
 def added(name: str, content: Any = None) -> Change:
     return lambda folder: torch.save(content or {}, folder / name)
-
-
-def copied(name: str, other: str) -> Change:
-    return lambda folder: shutil.copy(folder / name, folder / other)
 
 
 def linked(name: str, target: str) -> Change:
@@ -186,13 +132,6 @@ def a_billion_ranks(folder: Path) -> None:
     saved(lambda content: content.update(dp_world_size=10**9))(folder)
 
 
-def two_ranks_swapped(folder: Path) -> None:
-    other = folder / OPTIMIZER.replace("rank_1_", "rank_0_")
-    (folder / OPTIMIZER).rename(folder / "aside")
-    other.rename(folder / OPTIMIZER)
-    (folder / "aside").rename(other)
-
-
 def a_parameter_of_a_universal_checkpoint(folder: Path) -> None:
     (folder / "zero" / "a.weight").mkdir(parents=True)
     torch.save({}, folder / "zero" / "a.weight" / "fp32.pt")
@@ -212,61 +151,61 @@ FAULTS: dict[str, dict[str, tuple[str | None, Change]]] = {
         ),
         "a shard of terabytes": ("too long", truncated(SHARD, 1 << 42)),
         "a signed shard of terabytes": ("its tensors end at byte", signed(SHARD, 1 << 42)),
-        "a manifest of gigabytes": ("no JSON object", truncated("manifest.json", 3 << 30)),
+        "a manifest of gigabytes": ("no JSON object", truncated(MANIFEST, 3 << 30)),
         "an extra file of terabytes": ("too long|too many", truncated(EXTRA, 1 << 40)),
         "a signed extra file of gigabytes": ("too many for it", signed(EXTRA, 3 << 30)),
         "a key twice": ("occurs twice", written(lambda text: text[:-1] + ', "step": 9}')),
         "all tensors hidden by a second key": ("occurs twice", written(lambda text: text[:-1] + ', "tensors": []}')),
-        "no tensors": ("lists no weights", manifest(lambda m: m.update(tensors=[]))),
+        "no tensors": ("lists no weights", edited(lambda m: m.update(tensors=[]))),
         "a step that is no number": (
             "finite number",
-            manifest(lambda m: m["optimizer"]["scalars"]["step"].update({"a.bias": float("nan")})),
+            edited(lambda m: m["optimizer"]["scalars"]["step"].update({"a.bias": float("nan")})),
         ),
         "a step of a hundred thousand digits": (
             "digits",
             written(lambda text: text.replace('"step": 7', '"step": ' + "9" * 100_000)),
         ),
-        "escapes in a name": ("not printable", manifest(lambda m: rename(m, "a.bias", "a\x1b[2J\nok: all fine"))),
-        "half a surrogate in a name": ("not printable", manifest(lambda m: rename(m, "a.bias", "a\ud800"))),
+        "escapes in a name": ("not printable", edited(lambda m: rename(m, "a.bias", "a\x1b[2J\nok: all fine"))),
+        "half a surrogate in a name": ("not printable", edited(lambda m: rename(m, "a.bias", "a\ud800"))),
         "half a surrogate in a configuration": (
             "no text that UTF-8",
-            manifest(lambda m: m["config"].update({"config.json": "\ud800"})),
+            edited(lambda m: m["config"].update({"config.json": "\ud800"})),
         ),
-        "a configuration without end": (None, manifest(lambda m: m["config"].update({"config.json": "[" * 200_000}))),
+        "a configuration without end": (None, edited(lambda m: m["config"].update({"config.json": "[" * 200_000}))),
         "a tensor twice": (
             "lists the tensor master of a.bias twice",
-            manifest(lambda m: m["tensors"].append(dict(tensor(m, "a.bias")))),
+            edited(lambda m: m["tensors"].append(dict(tensor(m, "a.bias")))),
         ),
-        "a file twice": ("lists the file .* twice", manifest(lambda m: m["files"].append(dict(m["files"][0])))),
-        "dots in a file name": ("own folder", manifest(lambda m: m["files"][0].update(name=f"../{SHARD}"))),
-        "an absolute file name": ("own folder", manifest(lambda m: m["files"][0].update(name="/etc/passwd"))),
-        "a line break in a file name": ("own folder", manifest(lambda m: m["files"][0].update(name="a\nok: b"))),
-        "a negative offset": ("0 or more", manifest(lambda m: tensor(m, "a.weight")["pieces"][0].__setitem__(1, -4))),
+        "a file twice": ("lists the file .* twice", edited(lambda m: m["files"].append(dict(m["files"][0])))),
+        "dots in a file name": ("own folder", edited(lambda m: m["files"][0].update(name=f"../{SHARD}"))),
+        "an absolute file name": ("own folder", edited(lambda m: m["files"][0].update(name="/etc/passwd"))),
+        "a line break in a file name": ("own folder", edited(lambda m: m["files"][0].update(name="a\nok: b"))),
+        "a negative offset": ("0 or more", edited(lambda m: tensor(m, "a.weight")["pieces"][0].__setitem__(1, -4))),
         "overlapping pieces": (
             "in two pieces",
-            manifest(lambda m: tensor(m, "a.weight")["pieces"][1].__setitem__(3, 3)),
+            edited(lambda m: tensor(m, "a.weight")["pieces"][1].__setitem__(3, 3)),
         ),
-        "a manifest from the future": ("format version 5", manifest(lambda m: m.update(version=5))),
-        "a version that is a truth": ("format version True", manifest(lambda m: m.update(version=True))),
-        "a key from the future": ("future_field", manifest(lambda m: m.update(future_field=1))),
+        "a manifest from the future": ("format version 5", edited(lambda m: m.update(version=5))),
+        "a version that is a truth": ("format version True", edited(lambda m: m.update(version=True))),
+        "a key from the future": ("future_field", edited(lambda m: m.update(future_field=1))),
         "a weight of the module without a master": (
             "module of nothing: no other has its shape",
-            manifest(lambda m: m["tensors"].append({**m["tensors"][0], "kind": "module", "name": "nothing"})),
+            edited(lambda m: m["tensors"].append({**m["tensors"][0], "kind": "module", "name": "nothing"})),
         ),
         "a buffer of a rank that is no buffer": (
             "buffer_of_rank_1 of .*: no other has its shape",
-            manifest(
+            edited(
                 lambda m: m["tensors"].append(
                     {**m["tensors"][0], "kind": "buffer_of_rank_1", "shape": [0], "pieces": []}
                 )
             ),
         ),
-        "a world of a billion ranks": ("wrong at world_size", manifest(lambda m: m.update(world_size=10**12))),
-        "names tied in a circle": (None, manifest(lambda m: m.update(aliases={"x": "y", "y": "x"}))),
-        "an unknown dtype": ("unknown dtype", manifest(lambda m: tensor(m, "a.bias").update(dtype="F8_E9"))),
-        "a tag that leads outside": ("leads out of", manifest(lambda m: m.update(tag="../../outside"))),
-        "escapes in a tag": ("cannot be the name of a folder", manifest(lambda m: m.update(tag="\x1b[2Jx\nok: y"))),
-        "a tag of megabytes": ("cannot be the name of a folder", manifest(lambda m: m.update(tag="t" * (1 << 20)))),
+        "a world of a billion ranks": ("wrong at world_size", edited(lambda m: m.update(world_size=10**12))),
+        "names tied in a circle": (None, edited(lambda m: m.update(aliases={"x": "y", "y": "x"}))),
+        "an unknown dtype": ("unknown dtype", edited(lambda m: tensor(m, "a.bias").update(dtype="F8_E9"))),
+        "a tag that leads outside": ("leads out of", edited(lambda m: m.update(tag="../../outside"))),
+        "escapes in a tag": ("cannot be the name of a folder", edited(lambda m: m.update(tag="\x1b[2Jx\nok: y"))),
+        "a tag of megabytes": ("cannot be the name of a folder", edited(lambda m: m.update(tag="t" * (1 << 20)))),
         "a missing shard": ("is missing", removed(SHARD)),
         "an empty shard": ("is empty", truncated(SHARD, 0)),
         "a truncated shard": ("is truncated", truncated(SHARD, -1)),
@@ -277,9 +216,7 @@ FAULTS: dict[str, dict[str, tuple[str | None, Change]]] = {
         "a flipped bit in a header": ("xxh3-128, outside of its tensors", flipped(SHARD, 12)),
         "a flipped bit in the manifest": (
             "does not match its own digest",
-            lambda folder: (folder / "manifest.json").write_bytes(
-                (folder / "manifest.json").read_bytes().replace(b'"zero_stage": 1', b'"zero_stage": 3')
-            ),
+            flipped(MANIFEST, b'"zero_stage": 1'),
         ),
     },
     "zero2": {
@@ -358,7 +295,10 @@ FAULTS: dict[str, dict[str, tuple[str | None, Change]]] = {
         "an empty file": ("is empty", truncated(OPTIMIZER, 0)),
         "a missing file of a rank": (f"{OPTIMIZER} is missing: 2 ranks", removed(OPTIMIZER)),
         "a missing module": (f"{MODULE} is missing", removed(MODULE)),
-        "two ranks swapped": ("rank_1_.* is rank 0's file|rank_0_.* is rank 1's file", two_ranks_swapped),
+        "two ranks swapped": (
+            "rank_1_.* is rank 0's file|rank_0_.* is rank 1's file",
+            swapped(OPTIMIZER, OPTIMIZER.replace("rank_1_", "rank_0_")),
+        ),
         "a rank of another step": (
             "is of another step",
             zero(

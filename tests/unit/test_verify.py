@@ -18,12 +18,11 @@ import deepspeed_states
 import numpy as np
 import pytest
 import torch
-import xxhash
+from damage import edited, flipped
 from deepspeed_states import deepspeed_names
 from older_versions import older
 from safetensors.torch import save_file
 
-from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.inspection.verification import VerifyReport, verify
 from ort_zero.cli import main as cli
 from ort_zero.errors import CheckpointError
@@ -81,12 +80,6 @@ def test_what_is_no_file_makes_a_checkpoint_bad_and_hides_no_other_problem(tmp_p
     assert len(json.loads(capsys.readouterr().out)["problems"]) == 2
 
 
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
 def test_a_sound_checkpoint_is_read_completely(ours):
     report = check(ours)
     assert report.ok and report.format == "ort_zero" and report.tag == "global_step7" and not report.notes
@@ -130,7 +123,7 @@ def test_a_shard_that_belongs_elsewhere_says_where(ours, metadata, reason):
 
 def test_all_problems_are_listed(ours):
     (ours / SHARD).unlink()
-    flip(ours / OTHER, -1)
+    flipped(OTHER, -1)(ours)
     (ours / "rank_00009_master.safetensors").write_bytes(b"")
     assert len(check(ours).problems) == 3
 
@@ -201,23 +194,13 @@ def test_a_json_file_of_another_run_says_so(ours):
     one_problem(ours, "rank_00001_extra.json", "belongs to another run")
 
 
-def edit(folder: Path, change) -> None:
-    """Change the manifest, and let its digest be right all the same."""
-    table = json.loads((folder / manifest.NAME).read_bytes())
-    del table["xxh3_128"]
-    change(table)
-    text = json.dumps(table)[:-1]
-    digest = xxhash.xxh3_128(text.encode()).hexdigest()
-    (folder / manifest.NAME).write_text(f'{text},\n"xxh3_128": "{digest}"\n}}')
-
-
 def test_a_manifest_of_another_save_is_found_by_its_files(ours):
     def change(table: dict) -> None:
         table.update(save_id="other")
         for file in table["files"]:
             file.update(xxh3_128="0" * 32)
 
-    edit(ours, change)
+    edited(change)(ours)
     problems = check(ours).problems
     assert len(problems) == 9 and sum("belongs to another save" in text for text in problems) == 3, problems
 
@@ -226,7 +209,7 @@ def test_command(ours, tmp_path, capsys):
     assert cli.main(["verify", str(ours), "--workers", "3"]) == 0
     assert capsys.readouterr().out.startswith(f"ok: {ours} (ort_zero, 16 tensors), 10 files")
     (ours / SHARD).unlink()
-    flip(ours / OTHER, -1)
+    flipped(OTHER, -1)(ours)
     assert cli.main(["verify", str(ours)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.startswith("problem: ") for line in lines] == [True, True, False] and "2 problem(s)" in lines[2]
