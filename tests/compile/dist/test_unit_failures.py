@@ -97,8 +97,8 @@ def _with_kernel(
     steps: int = 12,
     stage: int = 3,
 ) -> None:
-    from ort_zero.compile import trial
     from ort_zero.compile.sessions import Session
+    from ort_zero.placement import trial
 
     right = Session.run
 
