@@ -1,4 +1,4 @@
-"""The examples run under each launcher as the README says, and HF Trainer takes the section from its own config."""
+"""The examples run under each launcher as the README says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 from deepspeed_setup import ds_config, start
-from rank_processes.ranks import free_port, run_on_ranks, run_script_on_ranks
+from rank_processes.ranks import free_port, run_on_ranks
 
 import ort_zero
 from ort_zero.checkpoint import verify
@@ -146,56 +146,6 @@ def test_accelerate_launch_with_the_shipped_yaml(stage):
                f"configs/accelerate_zero{stage}.yaml", "--main_process_port", str(free_port()),
                "examples/train_accelerate.py"]  # fmt: skip
     _proof(_run([*command, *SMALL]), stage)
-
-
-def _trainer(folder: Path, section: dict | None, *options: str, stage: int = 3) -> dict:
-    """Return the report of a script for HF Trainer on two ranks."""
-    config = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    if section is not None:
-        config["ort_zero"] = section
-    folder.mkdir()
-    (folder / "ds.json").write_text(json.dumps(config))
-    script = ROOT / "tests/dist/trainer_script.py"
-    for rank in run_script_on_ranks(script, 2, folder / "ds.json", folder, *options, timeout=800):
-        assert rank.returncode == 0, rank.stdout[-3000:] + rank.stderr[-6000:]
-    return json.loads((folder / "report.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def trainer_in_pytorch(tmp_path_factory) -> dict:
-    """The report of the run in PyTorch."""
-    report = _trainer(tmp_path_factory.mktemp("trainer") / "torch", None)
-    assert report["status"]["models"] == []
-    return report
-
-
-def _trained_in_units(report: dict) -> None:
-    """Check that ONNX Runtime ran a part of each of the four steps; the short evaluation is not worth graphs."""
-    (model,) = report["status"]["models"]
-    units, runs = len(model["units"]), model["graph_runs"]
-    assert report["status"]["fallbacks"] == 0 and model["backend"] == "onnxruntime" and units >= 2, model
-    assert runs["backward"] == 4 * units and runs["forward"] >= 4 * units and "inference" not in runs, runs
-
-
-def test_trainer_takes_the_section_and_trains_the_same(tmp_path, trainer_in_pytorch):
-    theirs, ours = trainer_in_pytorch, _trainer(tmp_path / "ort", {"enabled": True})
-    _trained_in_units(ours)
-    assert ours["losses"] == pytest.approx(theirs["losses"], abs=2e-4)
-    assert ours["evaluated"] == pytest.approx(theirs["evaluated"], abs=2e-4)
-
-
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_trainer_with_gradient_checkpointing(tmp_path, trainer_in_pytorch, stage):
-    ours = _trainer(tmp_path / "ort", {"enabled": True}, "gradient_checkpointing", stage=stage)
-    _trained_in_units(ours)
-    assert ours["losses"] == pytest.approx(trainer_in_pytorch["losses"], abs=2e-4)
-    assert ours["evaluated"] == pytest.approx(trainer_in_pytorch["evaluated"], abs=2e-4)
 
 
 def _commands_of_make_train(folder: Path, steps: str | None = None) -> list[str]:
