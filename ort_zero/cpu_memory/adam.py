@@ -27,6 +27,8 @@ def patches() -> tuple[Patch, ...]:
     Flat tensors on the CPU are listed in pieces, and updated bitwise as without. Derived classes keep their lists;
     so do groups that are updated in another way (``fused``, ``foreach``, ``differentiable``, ``capturable``).
     """
+    # when Dynamo is first used it replaces these methods itself: once they are patched nothing else may replace them
+    torch.compile(lambda: None, backend="eager")
     return tuple(
         Patch(target=f"{kind.__module__}:{kind.__name__}.{_INIT_GROUP}", build=_in_pieces, why="large flat tensors")
         for kind in _CLASSES
