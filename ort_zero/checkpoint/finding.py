@@ -19,10 +19,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ort_zero.checkpoint.dcp import reader as dcp
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.records import Source
+from ort_zero.checkpoint.seal import with_seal
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.garbage import collection_paused
 from ort_zero.utils.text import shortened
@@ -268,17 +270,19 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
 
 
 def format_in(folder: Folder) -> str | None:
-    """Return the format of the checkpoint in `folder` itself: "ort_zero", "deepspeed", or None for no checkpoint."""
+    """Return the format in `folder` itself: "ort_zero", "deepspeed", "dcp" (torch's), or None for no checkpoint."""
     if folder.exists(manifest.NAME):
         return "ort_zero"
-    return "deepspeed" if file_names.recognises(folder) else None
+    if file_names.recognises(folder):
+        return "deepspeed"
+    return "dcp" if dcp.recognises(folder) else None
 
 
 def no_checkpoint(folder: Folder) -> CheckpointError:
     """Return the error to raise for a folder in which :func:`format_in` detects no checkpoint."""
     return CheckpointError(
         f"{folder.path()} is neither a checkpoint of ort_zero (no {manifest.NAME}; a save that was interrupted leaves "
-        "none) nor one of DeepSpeed's (no *_model_states.pt)"
+        "none) nor one of DeepSpeed's (no *_model_states.pt) or of torch.distributed.checkpoint (no .metadata)"
     )
 
 
@@ -295,10 +299,10 @@ def note_on_other(folder: Folder) -> tuple[str, ...]:
 
 
 def open_in(folder: Folder, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Source:
-    """Open the checkpoint in `folder` itself, of ort_zero or DeepSpeed; other arguments as of :func:`find_source`.
+    """Open the checkpoint in `folder` itself, in any format; other arguments as of :func:`find_source`.
 
     Raises:
-        CheckpointError: `folder` has no checkpoint in either format, or one that cannot be read.
+        CheckpointError: `folder` has no checkpoint, or one that cannot be read.
         CorruptCheckpointError: files are missing or damaged.
     """
     with collection_paused():
@@ -309,13 +313,15 @@ def open_in(folder: Folder, trust_pickle: bool = False, tp_split: Sequence[str] 
             from ort_zero.checkpoint.deepspeed.reader import open_deepspeed
 
             try:
-                return _with_remarks(open_deepspeed(folder, trust_pickle, tp_split))
+                return _with_remarks(with_seal(open_deepspeed(folder, trust_pickle, tp_split), folder))
             except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
                 # a pickle can hold any values; the readers check the usual ones, and hostile ones cause these errors
                 said = f"{type(error).__name__}: {error}"
                 raise CorruptCheckpointError(
                     f"{folder.path()} holds files whose content is not what DeepSpeed writes ({said})"
                 ) from error
+        if dcp.recognises(folder):
+            return _with_remarks(with_seal(dcp.open_dcp(folder), folder))
         raise no_checkpoint(folder)
 
 

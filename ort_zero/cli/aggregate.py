@@ -110,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
 
 def text_of(report: AggregateReport) -> str:
     """Return the report as the lines that the command prints."""
-    where = f"{report.source} ({report.source_format}, tag {report.tag}, ZeRO-{report.zero_stage})"
+    stage = "" if report.source_format == "dcp" else f", ZeRO-{report.zero_stage}"
+    where = f"{report.source} ({report.source_format}, tag {report.tag}{stage})"
     lines = [f"source: {where}", f"destination: {report.destination}"]
     lines += aligned([(f"  {name}", f"{decimal_size(size):>10}") for name, size in report.files.items()])
     for origin in dict.fromkeys(report.copied.values()):

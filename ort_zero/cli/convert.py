@@ -23,14 +23,14 @@ ranks share the files:  torchrun --nproc_per_node 4 -m ort_zero convert SRC DST
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
-    text = "write a checkpoint, ours or DeepSpeed's, in either format again, at the same or another world size"
+    text = "write a checkpoint, ours, DeepSpeed's or torch's, in any of these formats, also at another world size"
     parser = subparsers.add_parser("convert", help=text, description=text, epilog=_EPILOG)
     parser.add_argument("src", metavar="SRC", help="folder or URL of a checkpoint, or of several with a file 'latest'")
     parser.add_argument("dst", metavar="DST", help="folder or URL for checkpoints; DST/TAG is written")
     parser.add_argument("--tag", help="which checkpoint of several (default: what 'latest' names)")
     parser.add_argument(
         "--to",
-        choices=("ort_zero", "deepspeed", "universal"),
+        choices=("ort_zero", "deepspeed", "universal", "dcp"),
         default="ort_zero",
         help="format of the new checkpoint (default: ort_zero)",
     )

@@ -53,7 +53,8 @@ def text_of(checkpoints: Sequence[ListedCheckpoint]) -> str:
             reason += f"; without {len(checkpoint.left_out)} frozen parameters"
         if checkpoint.partial_bytes:
             reason += f"; beside it {decimal_size(checkpoint.partial_bytes)} of an interrupted save"
-        numbers = (checkpoint.step, checkpoint.zero_stage, checkpoint.world_size)
+        stage = None if checkpoint.format == "dcp" else checkpoint.zero_stage
+        numbers = (checkpoint.step, stage, checkpoint.world_size)
         rows.append(
             (
                 f"{checkpoint.tag}{' *' if checkpoint.latest else ''}",

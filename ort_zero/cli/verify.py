@@ -18,13 +18,18 @@ _EPILOG = "Exit status: 0 = no problem; 1 = problems, one line each; 2 = there i
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
-    text = "check every byte of a checkpoint, ours or DeepSpeed's, and name the files that are bad"
+    text = "check every byte of a checkpoint, ours, DeepSpeed's or torch's, and name the files that are bad"
     parser = subparsers.add_parser("verify", help=text, description=text, epilog=_EPILOG)
     parser.add_argument("src", metavar="SRC", help="folder or URL of a checkpoint, or of several with a file 'latest'")
     parser.add_argument("--tag", help="which checkpoint of several (default: what 'latest' names)")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="files read at a time (default: 2)")
     parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
     parser.add_argument("--tp-split", action="append", default=[], metavar="RULE", help=TP_SPLIT_HELP)
+    parser.add_argument(
+        "--seal",
+        action="store_true",
+        help="if nothing is wrong, write checksums of all files beside the checkpoint, for verify and aggregate",
+    )
     return parser
 
 
@@ -32,7 +37,14 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if there is a problem, else 0."""
     from ort_zero.checkpoint.inspection.verification import verify
 
-    report = verify(args.src, args.tag, workers=args.workers, trust_pickle=args.trust_pickle, tp_split=args.tp_split)
+    report = verify(
+        args.src,
+        args.tag,
+        workers=args.workers,
+        trust_pickle=args.trust_pickle,
+        tp_split=args.tp_split,
+        seal_it=args.seal,
+    )
     if args.tag is None and (others := _others(args.src, report.root)):
         note = f"not verified: {shortened(others, 12)} (--tag names the one to verify)"
         report = dataclasses.replace(report, notes=(*report.notes, note))

@@ -12,7 +12,7 @@ from ort_zero.checkpoint.files.scratch import Scratch
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.format.values import decode_in_json
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
-from ort_zero.checkpoint.reads.training_state import TrainingState, read_training_state
+from ort_zero.checkpoint.reads.training_state import TrainingState, read_training_state, without_training_state
 from ort_zero.checkpoint.records import BUFFER, MASTER, MODULE, WEIGHT, Source, Tensor, buffer_kind, is_extra_state
 from ort_zero.errors import CheckpointError
 
@@ -69,6 +69,8 @@ class Conversion:
         """Return the training state (without tensors) of `rank` of the source; a new rank gets the state of rank 0."""
         if self.source.format == "ort_zero":
             return read_training_state(self.folder, self.source, rank)
+        if self.source.format == "dcp":
+            return without_training_state(self.source)
         from ort_zero.checkpoint.deepspeed.training_state import read_deepspeed_training_state
 
         return read_deepspeed_training_state(self.folder, self.source, rank, self.trust_pickle)

@@ -16,8 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ort_zero.checkpoint.conversions import convert_deepspeed, convert_ours, convert_universal
+from ort_zero.checkpoint import seal
+from ort_zero.checkpoint.conversions import convert_dcp, convert_deepspeed, convert_ours, convert_universal
 from ort_zero.checkpoint.conversions.conversion import Conversion
+from ort_zero.checkpoint.dcp import metadata
+from ort_zero.checkpoint.dcp.reader import SUFFIX
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.files.allowed_names import check_tag
 from ort_zero.checkpoint.files.dtypes import CHOICES, output_code
@@ -32,7 +35,7 @@ from ort_zero.utils.atomic_write import PARTIAL
 from ort_zero.utils.progress import bar
 from ort_zero.utils.text import shortened
 
-FORMATS = ("ort_zero", "deepspeed", "universal")
+FORMATS = ("ort_zero", "deepspeed", "universal", "dcp")
 """The values of the argument ``to``."""
 SUB_GROUP_SIZE = 1_000_000_000
 """DeepSpeed's default of the option ``sub_group_size``, in elements."""
@@ -91,7 +94,8 @@ def convert(
     Args:
         src: folder or fsspec URL: of one checkpoint of ort_zero or DeepSpeed, or of several with a file ``latest``.
         dst: folder or fsspec URL for checkpoints; made if missing.
-        to: "ort_zero", "deepspeed" (the files of ``save_checkpoint`` under ZeRO), or "universal" (DeepSpeed's).
+        to: "ort_zero", "deepspeed" (the files of ``save_checkpoint`` under ZeRO), "universal" (DeepSpeed's), or "dcp"
+            (``torch.distributed.checkpoint``, for FSDP).
         tag: name of the checkpoint, if `src` holds several; the new checkpoint has the same tag.
         world_size: number of ranks of the new checkpoint; by default as in `src`.
         stage: ZeRO stage of the new checkpoint, 1 to 3, for "ort_zero" also 0; by default as in `src`.
@@ -174,7 +178,7 @@ def _described(
     if sub_group_size < 1:
         raise CheckpointError(f"the sub-group size is {sub_group_size}, must be at least 1")
     number = source.zero_stage if stage is None else stage
-    min_stage = 0 if to == "ort_zero" else 1
+    min_stage = 0 if to in ("ort_zero", "dcp") else 1
     if not min_stage <= number <= 3:
         raise CheckpointError(f"ZeRO-{number} cannot be written in the format {to}; give a stage from {min_stage} to 3")
     tag = source.tag.rstrip("/").rpartition("/")[2]
@@ -217,7 +221,10 @@ def _refuse_place(place: Folder, source: Source, overwrite: bool) -> None:
 def _is_of_a_checkpoint(name: str) -> bool:
     ours = re.fullmatch(r"manifest\.json|rank_\d{5}_(master|optimizer|extra)(\.[0-9a-f]{8})?\.(safetensors|json)", name)
     patterns = (file_names.OPTIMIZER_FILE, file_names.RANK_MODULE_FILE, file_names.MODULE_FILE)
-    return bool(ours) or _is_left_over(name) or name == "zero" or any(pattern.fullmatch(name) for pattern in patterns)
+    others = (metadata.NAME, seal.NAME, "zero")
+    if ours or _is_left_over(name) or name in others or name.endswith(SUFFIX):
+        return True
+    return any(pattern.fullmatch(name) for pattern in patterns)
 
 
 def _is_left_over(name: str) -> bool:
@@ -251,13 +258,16 @@ def _write(work: Conversion, ranks: RankGroup, progress: bool) -> None:
         ranks.raise_on_all("converting"),
         bar(len(target_ranks), "convert", "files", shown=progress and not ranks.rank) as shown,
     ):
-        if new.format != "ort_zero":
+        if new.format in ("deepspeed", "universal"):
             work.groups()  # raises for a source without optimizer, before a file is written
         if new.format == "universal":
             convert_universal.check(work)
             convert_universal.write_share(work, ranks.rank, ranks.size)
             if ranks.rank == 0:
                 convert_universal.write_rest(work)
+        elif new.format == "dcp":
+            if ranks.rank == 0:
+                convert_dcp.write(work)
         else:
             for rank in target_ranks:
                 work.new_scratch()
@@ -286,6 +296,8 @@ def _publish(parent: Folder, target: Folder, new: Source) -> tuple[str, ...]:
             os.rename(target.url, place.url)
     else:
         _remove_left_overs(place)
+    if new.format == "dcp":
+        return ()
     latest = file_names.LATEST_UNIVERSAL if new.format == "universal" else manifest.LATEST
     if parent.exists(latest) and parent.read(latest).decode(errors="replace").strip() != new.tag:
         return (f"{parent.path(latest)} names another checkpoint and stays as it is",)

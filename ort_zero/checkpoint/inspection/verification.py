@@ -9,14 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from ort_zero.checkpoint import seal
+from ort_zero.checkpoint.dcp import verification as dcp_verification
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.finding import find, format_in, no_checkpoint, note_on_other, open_in, whole_checkpoints_text
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.reads.shard_checks import is_of_another_save, problem_of_shard, thread_buffer
+from ort_zero.checkpoint.records import MAX_NAMED
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
 from ort_zero.utils.progress import bar
+from ort_zero.utils.text import shortened
 
 _OURS = re.compile(r"rank_.*|.*\.safetensors")
 _OF_MACOS = "._"
@@ -61,6 +65,8 @@ class _Findings:
     problems: list[tuple[str, str]] = field(default_factory=list)
     """File name and text of each problem; the name is empty for problems of no single file."""
     notes: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    """Names of the files that were read."""
 
 
 def verify(
@@ -70,13 +76,15 @@ def verify(
     workers: int = 2,
     trust_pickle: bool = False,
     tp_split: Sequence[str] = (),
+    seal_it: bool = False,
     progress: bool = True,
 ) -> VerifyReport:
-    """Return a report of the problems of the checkpoint at `path`; nothing is written.
+    """Return a report of the problems of the checkpoint at `path`; only `seal_it` writes a file.
 
     In ort_zero's format the size and the xxh3-128 of every file are compared with the manifest. In DeepSpeed's format
     the CRC-32 of every record and the headers of each file are checked. In both formats missing and surplus files are
-    problems, and files of another rank or world size, as far as the files tell.
+    problems, and files of another rank or world size, as far as the files tell. In torch's format the CRC-32 of every
+    record is checked, and that the shards cover every tensor once. The checksums of a seal are compared too.
 
     Args:
         path: folder or fsspec URL: of one checkpoint, or of several with a file ``latest``.
@@ -84,10 +92,11 @@ def verify(
         workers: number of files that are read at a time.
         trust_pickle: unpickle any object in DeepSpeed's files, which may run code.
         tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
+        seal_it: if there is no problem, write checksums of all files beside the checkpoint, for later reads.
         progress: show a bar, if stderr is a terminal.
 
     Raises:
-        CheckpointError: there is no checkpoint.
+        CheckpointError: there is no checkpoint, or it is to be sealed and has checksums of its own.
     """
     if workers < 1:
         raise CheckpointError(f"workers must be at least 1, not {workers}")
@@ -98,10 +107,16 @@ def verify(
     format_name = format_in(folder)
     if format_name is None:
         raise no_checkpoint(folder)
+    if seal_it:
+        seal.refuse_own_checksums(format_name, folder.path())
     if format_name == "ort_zero":
         _verify_ours(folder, findings, workers, progress)
+    elif format_name == "dcp":
+        _verify_dcp(folder, findings, workers, progress)
     else:
         _verify_deepspeed(folder, findings, workers, trust_pickle, tp_split, progress)
+    if format_name != "ort_zero" and not findings.problems:
+        _compare_or_seal(folder, findings, seal_it)
     if findings.problems and located.by_latest is not None:
         findings.notes.append(f"{manifest.LATEST} names it; {whole_checkpoints_text(located.by_latest, folder)}")
     return VerifyReport(
@@ -184,6 +199,46 @@ def _problems_of_torch_file(folder: Folder, name: str, advance: Callable[[int], 
         advance(record.length)
 
 
+def _verify_dcp(folder: Folder, findings: _Findings, workers: int, progress: bool) -> None:
+    """Check every record of every shard, and that the shards cover each tensor once."""
+    unchecked: list[str] = []
+    try:
+        shards = dcp_verification.shards_of(folder)
+        source = open_in(folder)
+    except CheckpointError as error:
+        findings.problems.append(("", str(error)))
+        return
+
+    def check(name: str, advance: Callable[[int], Any]) -> Iterable[str]:
+        buffer = thread_buffer(folder)
+        return dcp_verification.problems_of_file(folder, name, shards[name], buffer, advance, unchecked)
+
+    _check_files(folder, list(shards), check, findings, workers, progress)
+    findings.names += dcp_verification.metadata_files(folder)
+    findings.tensors = len(source.tensors)
+    findings.notes += source.notes
+    for name in dcp_verification.surplus_files(folder, list(shards)):
+        findings.problems.append((name, f"{folder.path(name)} is one too many: the metadata do not name it; remove it"))
+    if unchecked and not folder.exists(seal.NAME):
+        findings.notes.append(
+            f"the values of {shortened(sorted(set(unchecked)), MAX_NAMED)} could not be checked: the format has no "
+            "checksums of them (ort-zero verify --seal writes some)"
+        )
+
+
+def _compare_or_seal(folder: Folder, findings: _Findings, seal_it: bool) -> None:
+    """Write a seal, or compare all files with the seal that is there."""
+    if seal_it:
+        findings.notes.append(f"wrote {seal.seal(folder, findings.names)}")
+        return
+    try:
+        sealed = seal.read_seal(folder) or {}
+    except CheckpointError as error:
+        findings.problems.append((seal.NAME, str(error)))
+        return
+    findings.problems += [(name, text) for name in sealed for text in seal.problems_of_file(folder, name, sealed)]
+
+
 def _check_files(
     folder: Folder,
     names: Sequence[str],
@@ -199,6 +254,7 @@ def _check_files(
             sizes[name] = folder.size(name) or 0
         except CheckpointError:  # a FIFO, a folder or a device has the name, which `check` reports
             sizes[name] = 0
+    findings.names += sizes
     findings.files += len(sizes)
     findings.bytes += sum(sizes.values())
     with bar(sum(sizes.values()), "verify", shown=progress) as shown, ThreadPoolExecutor(workers) as pool:

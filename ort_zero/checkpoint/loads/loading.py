@@ -24,7 +24,13 @@ from ort_zero.checkpoint.loads.load_checks import (
 from ort_zero.checkpoint.loads.staged_state import StagedState
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader
 from ort_zero.checkpoint.reads.record_checks import check_records_of
-from ort_zero.checkpoint.reads.training_state import Restoration, TrainingState, check_counters, read_training_state
+from ort_zero.checkpoint.reads.training_state import (
+    Restoration,
+    TrainingState,
+    check_counters,
+    read_training_state,
+    without_training_state,
+)
 from ort_zero.checkpoint.records import Source
 from ort_zero.checkpoint.saves import saving
 from ort_zero.compat.deepspeed_accumulation import drop_accumulated_gradients, micro_steps_since_step
@@ -130,7 +136,8 @@ def load(
         state.loaded()
         staged.put_module_weights()
     if ranks.rank == 0:
-        for note in source.notes:
+        begin_anew = "the learning-rate schedule, the loss scale and the counts of samples begin anew: it has none"
+        for note in (*source.notes, *([begin_anew] if source.format == "dcp" else [])):
             log.get_logger().warning("%s: %s", folder.path(), note)
     return folder.path(), saved.client_state
 
@@ -149,7 +156,7 @@ def _open(
             text = str(error)
     texts = [other for other in ranks.gather(text) if other]
     with ranks.raise_on_all(_ACTION):
-        folder = manifest.locate(path, tag)
+        folder = _located(path, tag)
         format_name = format_in(folder)
         if format_name is None:
             raise no_checkpoint(folder)
@@ -176,6 +183,8 @@ def _read_training_state(folder: Folder, source: Source, trust_pickle: bool, ran
     with ranks.raise_on_all(_ACTION):
         if source.format == "ort_zero":
             saved = read_training_state(folder, source, ranks.rank)
+        elif source.format == "dcp":
+            saved = without_training_state(source)
         else:
             from ort_zero.checkpoint.deepspeed.training_state import read_deepspeed_training_state
 
@@ -237,11 +246,17 @@ def format_of(path: str, tag: str | None) -> str | None:
     return format_name
 
 
+def _located(path: str, tag: str | None) -> Folder:
+    """Return the folder of the checkpoint that `path` and `tag` mean; torch's checkpoints have no ``latest``."""
+    folder = open_folder(path)
+    return folder if tag is None and format_in(folder) == "dcp" else manifest.locate(path, tag)
+
+
 def _format_here(path: str, tag: str | None) -> str | None:
     """Return the result of :func:`format_of` on this rank alone."""
     folder = open_folder(path)
     try:
-        located = manifest.locate(path, tag)
+        located = _located(path, tag)
     except CheckpointError:
         if not any(format_in(folder.child(name)) for name in folder.names()):
             return format_in(folder)

@@ -86,6 +86,12 @@ def read_training_state(folder: Folder, source: Source, rank: int) -> TrainingSt
     return TrainingState(**fields)
 
 
+def without_training_state(source: Source) -> TrainingState:
+    """Return the state of a run whose checkpoint has none in a form that ort_zero knows: the steps of the optimizer."""
+    steps = set((source.optimizer.scalars if source.optimizer else {}).get("step", {}).values())
+    return TrainingState(counters={"global_steps": int(max(steps))} if steps else {}, client_state={})
+
+
 def _named(source: Source, rank: int, end: str) -> str | None:
     """Return the name of a rank's file with `end`; a save over another save adds its id before the extension."""
     stem, _, extension = end.rpartition(".")

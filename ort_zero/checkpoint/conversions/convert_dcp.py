@@ -1,0 +1,95 @@
+"""Write a checkpoint in the format of ``torch.distributed.checkpoint``, which FSDP2 loads on any mesh.
+
+The keys are those of ``get_state_dict``: ``model/NAME``, ``optim/state/NAME/STATE``, ``optim/param_groups/N/OPTION``.
+torch writes the files; its planner asks for one tensor at a time, so memory holds one tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+
+from ort_zero.checkpoint.conversions.conversion import Conversion
+from ort_zero.checkpoint.files.dtypes import torch_dtype
+from ort_zero.checkpoint.files.storage import LocalFolder
+from ort_zero.checkpoint.reads.checked_reads import ReadRequest
+from ort_zero.checkpoint.records import Tensor
+from ort_zero.errors import CheckpointError
+
+_OPTIMIZERS = {"exp_avg": torch.optim.AdamW, "momentum_buffer": torch.optim.SGD}
+"""torch's optimizer by a state that it has; its options complete those of DeepSpeed's optimizers."""
+
+
+class _Planner(DefaultSavePlanner):
+    """A planner that reads a tensor when torch writes it.
+
+    Args:
+        work: the conversion.
+        stored: the stored tensor by the id of its place holder on the device "meta".
+    """
+
+    def __init__(self, work: Conversion, stored: dict[int, Tensor]):
+        super().__init__()
+        self._work, self._stored = work, stored
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        """Return the values of a tensor; everything else as torch does."""
+        if not isinstance(object, torch.Tensor) or not object.is_meta:
+            return super().transform_object(write_item, object)
+        tensor = self._stored[id(object)]
+        values = torch.empty(tensor.elements, dtype=object.dtype)
+        self._work.read([ReadRequest(tensor=tensor, start=0, length=tensor.elements, target=values)])
+        return values.view(tensor.shape)
+
+
+def write(work: Conversion) -> None:
+    """Write all files, on one rank.
+
+    Raises:
+        CheckpointError: the destination is remote.
+    """
+    if not isinstance(work.target, LocalFolder):
+        raise CheckpointError(f"{work.target.path()} is remote; --to dcp writes local folders, which can be copied")
+    source, stored = work.source, dict[int, Tensor]()
+
+    def holder(tensor: Tensor) -> torch.Tensor:
+        dtype = torch_dtype(tensor.dtype)
+        if tensor.name in work.masters and not tensor.is_optimizer_state:
+            dtype = torch_dtype(work.dtype)
+        result = torch.empty(tensor.shape, dtype=dtype, device="meta")
+        stored[id(result)] = tensor
+        return result
+
+    weights = {name: holder(tensor) for name, tensor in source.weights().items()}
+    weights |= {name: holder(source.weights()[kept]) for name, kept in source.aliases.items()}
+    state: dict[str, Any] = {"model": weights}
+    if source.optimizer is not None:
+        state["optim"] = {"state": _states(work, holder), "param_groups": _groups(work)}
+    writer = FileSystemWriter(work.target.url, single_file_per_rank=True, thread_count=1)
+    checkpoint.save(state, storage_writer=writer, planner=_Planner(work, stored), no_dist=True)
+    work.files.update({name: work.target.size(name) or 0 for name in work.target.names()})
+
+
+def _states(work: Conversion, holder: Any) -> dict[str, dict[str, Any]]:
+    """Return the optimizer's states by parameter, with place holders for tensors."""
+    assert work.source.optimizer is not None
+    states: dict[str, dict[str, Any]] = {}
+    for key, numbers in work.source.optimizer.scalars.items():
+        for name, number in numbers.items():
+            states.setdefault(name, {})[key] = torch.tensor(float(number))
+    for kind, tensors in work.states.items():
+        for name, tensor in tensors.items():
+            states.setdefault(name, {})[kind] = holder(tensor)
+    return states
+
+
+def _groups(work: Conversion) -> list[dict[str, Any]]:
+    """Return the parameter groups, with the options that torch's optimizer has and DeepSpeed's lacks."""
+    kind = next((make for state, make in _OPTIMIZERS.items() if state in work.states), None)
+    defaults = dict(kind([torch.empty(0)]).param_groups[0]) if kind is not None else {}
+    return [
+        {**defaults, **work.options(number), "params": names} for number, names in enumerate(work.groups()) if names
+    ]

@@ -1,0 +1,160 @@
+"""Turn the blocks of a sharded tensor into ranges of elements, and check that the blocks cover the tensor once.
+
+Nearly always the blocks form a grid: each axis is cut into parts, and each combination of parts is one block. Then the
+ranges are made when they are accessed: a matrix that is cut along its columns has one range for each row and block.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, overload
+
+from ort_zero.checkpoint.records import Piece
+
+_MAX_RANGES = 1 << 20
+"""Maximum number of ranges of a tensor whose blocks form no grid; about 150 bytes of memory each."""
+
+
+class Block(NamedTuple):
+    """A block of a tensor whose elements lie one after the other (row-major) in a file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    offset: int
+    """Bytes from the start of the file to the block's first element."""
+
+
+class CoverError(ValueError):
+    """Blocks that do not cover each element of the tensor exactly once; says which elements."""
+
+
+def pieces_of_blocks(shape: tuple[int, ...], blocks: Iterable[Block], itemsize: int) -> Sequence[Piece]:
+    """Return the ranges of elements of a tensor of `shape`, in the order of the elements.
+
+    Args:
+        shape: shape of the whole tensor.
+        blocks: the blocks; empty ones are left out.
+        itemsize: bytes of one element.
+
+    Raises:
+        CoverError: elements are in no block or in two, or a block lies outside of the tensor.
+    """
+    filled = [block for block in blocks if math.prod(block.sizes)]
+    for block in filled:
+        if any(o + n > size for o, n, size in zip(block.offsets, block.sizes, shape)):
+            raise CoverError(f"its shard {_range(block)} lies outside of its shape {list(shape)}")
+    if not math.prod(shape):
+        return ()
+    grid = _Grid.of(shape, filled, itemsize)
+    return grid if grid is not None else _ranges(shape, filled, itemsize)
+
+
+class _Grid(Sequence[Piece]):
+    """The ranges of blocks that form a grid.
+
+    Args:
+        shape: shape of the whole tensor.
+        cuts: indices along each axis at which parts begin.
+        blocks: the blocks by their offsets.
+        itemsize: bytes of one element.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        cuts: Sequence[Sequence[int]],
+        blocks: Mapping[tuple[int, ...], Block],
+        itemsize: int,
+    ):
+        self._cuts, self._blocks, self._itemsize = cuts, blocks, itemsize
+        self._axis = max((axis for axis, parts in enumerate(cuts) if len(parts) > 1), default=0)
+        """The last axis that is cut: the elements of a block are together along the axes after it."""
+        self._shape = shape
+        self._inner = math.prod(shape[self._axis + 1 :])
+        self._parts = len(cuts[self._axis]) if cuts else 1
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], blocks: Sequence[Block], itemsize: int) -> _Grid | None:
+        """Return the grid that `blocks` form, None if they form none."""
+        cuts = [sorted({block.offsets[axis] for block in blocks}) for axis in range(len(shape))]
+        by_offsets = {block.offsets: block for block in blocks}
+        if not blocks or len(by_offsets) != len(blocks) or len(blocks) != math.prod(map(len, cuts)):
+            return None
+        for offsets, block in by_offsets.items():
+            for axis, start in enumerate(offsets):
+                after = bisect_right(cuts[axis], start)
+                if start + block.sizes[axis] != (cuts[axis][after] if after < len(cuts[axis]) else shape[axis]):
+                    return None
+        return cls(shape, cuts, by_offsets, itemsize) if all(cut[0] == 0 for cut in cuts) else None
+
+    def __len__(self) -> int:
+        return math.prod(self._shape[: self._axis]) * self._parts
+
+    @overload
+    def __getitem__(self, index: int) -> Piece: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Piece, ...]: ...
+    def __getitem__(self, index: int | slice) -> Piece | tuple[Piece, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        index += len(self) if index < 0 else 0
+        if not 0 <= index < len(self):
+            raise IndexError("piece index out of range")
+        if not self._shape:
+            block = self._blocks[()]
+            return Piece(block.file, block.offset, self._itemsize, 0)
+        row, part = divmod(index, self._parts)
+        first = [*_index_of(row, self._shape[: self._axis]), self._cuts[self._axis][part]]
+        cuts = [self._cuts[axis][bisect_right(self._cuts[axis], at) - 1] for axis, at in enumerate(first)]
+        block = self._blocks[(*cuts, *(0 for _ in self._shape[len(cuts) :]))]
+        row_of_block = 0
+        for at, cut, size in zip(first[:-1], cuts, block.sizes):
+            row_of_block = row_of_block * size + at - cut
+        length = block.sizes[self._axis] * self._inner * self._itemsize
+        start = (row * self._shape[self._axis] + first[-1]) * self._inner
+        return Piece(block.file, block.offset + row_of_block * length, length, start)
+
+
+def _index_of(number: int, shape: Sequence[int]) -> list[int]:
+    """Return the index of element `number` of a row-major array of `shape`."""
+    index = []
+    for size in reversed(shape):
+        number, at = divmod(number, size)
+        index.append(at)
+    return index[::-1]
+
+
+def _ranges(shape: tuple[int, ...], blocks: Sequence[Block], itemsize: int) -> tuple[Piece, ...]:
+    """Return the ranges of blocks that form no grid."""
+    pieces: list[Piece] = []
+    for block in blocks:
+        axis = max((a for a, n in enumerate(shape) if block.sizes[a] != n), default=0)
+        elements = math.prod(block.sizes[axis:])
+        rows = itertools.product(*(range(o, o + n) for o, n in zip(block.offsets[:axis], block.sizes[:axis])))
+        for number, row in enumerate(rows):
+            at = 0
+            for index, size in zip((*row, *block.offsets[axis:]), shape):
+                at = at * size + index
+            length = elements * itemsize
+            pieces.append(Piece(block.file, block.offset + number * length, length, at))
+        if len(pieces) > _MAX_RANGES:
+            raise CoverError(f"its {len(blocks)} shards form no grid and have more than {_MAX_RANGES} ranges")
+    pieces.sort(key=lambda piece: piece.start)
+    position = 0
+    for piece in pieces:
+        if piece.start > position:
+            raise CoverError(f"its elements {position} to {piece.start} are in no shard")
+        if piece.start < position:
+            raise CoverError(f"its elements {piece.start} to {position} are in two shards, one in {piece.file}")
+        position += piece.length // itemsize
+    if position < math.prod(shape):
+        raise CoverError(f"its elements {position} to {math.prod(shape)} are in no shard")
+    return tuple(pieces)
+
+
+def _range(block: Block) -> str:
+    return str([f"{o}:{o + n}" for o, n in zip(block.offsets, block.sizes)]).replace("'", "")

@@ -1,0 +1,205 @@
+"""Read files of single ranks: one ``torch.save`` a rank, with a state dict of DTensors (verl, and scripts of FSDP2).
+
+A DTensor's record in the pickle has the rank's block, the mesh of ranks, this rank's place in it, and the placements:
+along which axis of the tensor each axis of the mesh divides it (``torch/distributed/tensor``, torch 2.5 to 2.13).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ort_zero.checkpoint.dcp.assembly import Contents, Value
+from ort_zero.checkpoint.dcp.blocks import Block
+from ort_zero.checkpoint.dcp.names import OPTION, OTHER, WEIGHT, meanings
+from ort_zero.checkpoint.restricted_pickle.values import OpaqueObject, StoredTensor
+from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+_NAME = re.compile(r"(model|optim|optimizer)_world_size_(\d+)_rank_(\d+)\.pt")
+
+
+def files_by_kind(listed: Sequence[str]) -> dict[str, dict[int, str]]:
+    """Return the files of the model and of the optimizer among `listed`, by rank."""
+    found: dict[str, dict[int, str]] = {}
+    for name in listed:
+        match = _NAME.fullmatch(name)
+        if match:
+            found.setdefault(match[1], {})[int(match[3])] = name
+    return found if "model" in found else {}
+
+
+@dataclass
+class _Shards:
+    """The shards of one tensor that the ranks hold."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    is_sharded: bool
+    blocks: dict[tuple[int, ...], tuple[Block, tuple[int, int] | None]] = field(default_factory=dict)
+    """Block, and (length, CRC-32) of its record if the record is the block alone, by the block's offsets."""
+    strides: tuple[int, ...] | None = None
+
+
+def read_rank_files(contents: Contents) -> None:
+    """Add the tensors of all ranks' files.
+
+    Raises:
+        CorruptCheckpointError: the file of a rank is missing, or two ranks hold other values of the same elements.
+        CheckpointError: a file holds something else than tensors and DTensors.
+    """
+    folder = contents.folder
+    for kind, by_rank in files_by_kind(folder.names()).items():
+        sizes = {int(match[2]) for name in by_rank.values() if (match := _NAME.fullmatch(name))}
+        if len(sizes) > 1:
+            raise CorruptCheckpointError(f"{folder.path()} mixes files of runs with {sorted(sizes)} ranks")
+        (size,) = sizes
+        missing = sorted(set(range(size)) - by_rank.keys())
+        if missing:
+            raise CorruptCheckpointError(f"{folder.path()}: the {kind}'s files of the ranks {missing} are missing")
+        contents.world_size = size
+        shards: dict[tuple[str | int, ...], _Shards] = {}
+        others: dict[tuple[str | int, ...], Any] = {}
+        for rank in range(size):
+            file = open_torch_file(folder, by_rank[rank])
+            contents.records[by_rank[rank]] = set(file.file.records)
+            top = ("model",) if kind == "model" else ("optimizer",)
+            for path, value in _leaves(file.content, top):
+                if isinstance(value, StoredTensor) or _is_dtensor(value):
+                    _add(contents, file, rank, path, value, shards)
+                else:
+                    others.setdefault(path, value)
+        _take(contents, kind, shards, others)
+
+
+def _leaves(value: Any, path: tuple[str | int, ...]) -> list[tuple[tuple[str | int, ...], Any]]:
+    """Return (path, value) of everything in nested dicts; ``param_groups`` is a list of dicts."""
+    if isinstance(value, Mapping):
+        return [leaf for key, inner in value.items() for leaf in _leaves(inner, (*path, key))]
+    if isinstance(value, list) and path[-1] == "param_groups":
+        return [leaf for number, inner in enumerate(value) for leaf in _leaves(inner, (*path, number))]
+    return [(path, value)]
+
+
+def _take(
+    contents: Contents,
+    kind: str,
+    shards: Mapping[tuple[str | int, ...], _Shards],
+    others: Mapping[tuple[str | int, ...], Any],
+) -> None:
+    """Add the tensors and values of one kind of file."""
+    owners: dict[Any, str] = {}
+    parameters = []
+    for (path, found), meaning in zip(shards.items(), meanings(list(shards))):
+        blocks = [block for block, _ in found.blocks.values()]
+        name, place = str(meaning.name), (found.shape, *(block[2:] for block in blocks))
+        if meaning.kind == WEIGHT and blocks and place in owners:
+            contents.aliases[name] = owners[place]  # torch.save writes the storage of tied weights once
+            continue
+        owners[place] = name
+        if meaning.kind == WEIGHT and found.is_sharded:
+            parameters.append(name)
+        contents.add(".".join(map(str, path)), meaning, found.dtype, found.shape, blocks, found.strides)
+    if kind == "model":
+        contents.parameters = parameters or None
+    for (path, value), meaning in zip(others.items(), meanings(list(others))):
+        if meaning.kind in (WEIGHT, OTHER):
+            contents.others.append(".".join(map(str, path)))
+        elif meaning.kind == OPTION or isinstance(value, (int, float)):
+            contents.values.append(Value(meaning, None, value))
+
+
+def _is_dtensor(value: Any) -> bool:
+    if not isinstance(value, OpaqueObject) or not value.class_name.endswith("._rebuild_from_type_v2"):
+        return False
+    return getattr(value.args[1], "class_name", "").endswith(".DTensor")
+
+
+def _add(
+    contents: Contents,
+    file: TorchFile,
+    rank: int,
+    path: tuple[str | int, ...],
+    value: Any,
+    shards: dict[tuple[str | int, ...], _Shards],
+) -> None:
+    """Add one rank's block of a tensor; a block that another rank has too must hold the same bytes."""
+    key, name = ".".join(map(str, path)), file.file.name
+    try:
+        local, shape, offsets, is_sharded = _placed(value) if _is_dtensor(value) else (value, value.shape, None, False)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{contents.folder.path(name)}: the DTensor {key} is not as torch 2.5 to 2.13 write it "
+            f"({type(error).__name__}: {error})"
+        ) from None
+    offsets = (0,) * len(shape) if offsets is None else offsets
+    found = shards.setdefault(path, _Shards(local.dtype, shape, is_sharded))
+    if (found.dtype, found.shape) != (local.dtype, shape):
+        raise CorruptCheckpointError(f"{contents.folder.path(name)}: {key} is of another shape or dtype than rank 0's")
+    if not math.prod(local.shape):
+        return
+    record = next(((n, crc) for start, n, crc in file.file.records if start == local.storage_offset), None)
+    block = Block(offsets, local.shape, name, local.offset)
+    expected = _row_major(local.shape)
+    if any(n > 1 and s != e for n, s, e in zip(local.shape, local.strides, expected)):
+        if local.shape != shape:
+            raise CheckpointError(f"{contents.folder.path(name)}: the shard of {key} is not contiguous")
+        found.strides = local.strides
+    before = found.blocks.setdefault(offsets, (block, record))
+    if before[1] == record or None in (before[1], record):
+        return
+    if is_sharded:
+        raise CorruptCheckpointError(
+            f"{contents.folder.path()}: the ranks do not agree on the elements of {key} from {list(offsets)} on: "
+            f"{before[0].file} and {name} hold other values of them"
+        )
+    contents.notes.append(f"{key} differs between the ranks; rank 0's is taken")
+
+
+def _row_major(shape: tuple[int, ...]) -> list[int]:
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
+def _placed(value: OpaqueObject) -> tuple[StoredTensor, tuple[int, ...], tuple[int, ...], bool]:
+    """Return the local tensor, the whole shape, the block's offsets, and True, of a DTensor's record.
+
+    Raises:
+        ValueError: the placements do not give the local shape, or a rank holds a partial sum.
+    """
+    state = value.args[3]
+    state = state[1] if isinstance(state, tuple) else state  # with slots: (attributes or None, slots)
+    local, spec = state["_local_tensor"], state["_spec"].state
+    mesh, whole = spec["mesh"].state, spec["tensor_meta"].args[0]
+    axes = mesh["_layout"].state["axes"] if "_layout" in mesh else None
+    sizes = [axis.state["shape"] for axis in axes] if axes is not None else list(mesh["mesh"].shape)
+    sizes = [math.prod(size) if isinstance(size, tuple) else size for size in sizes]
+    place = mesh["_coordinate_on_dim"]
+    offsets, shape = [0] * len(whole), list(whole)
+    for axis, placement in _in_order(spec["placements"]):
+        full = -(-shape[axis] // sizes[placement])
+        start = min(place[placement] * full, shape[axis])
+        offsets[axis], shape[axis] = offsets[axis] + start, min(full, shape[axis] - start)
+    if tuple(shape) != local.shape:
+        raise ValueError(f"its shard has the shape {list(local.shape)}, its placements say {shape}")
+    return local, tuple(whole), tuple(offsets), True
+
+
+def _in_order(placements: Sequence[OpaqueObject]) -> list[tuple[int, int]]:
+    """Return (axis of the tensor, axis of the mesh) in the order in which the axes of the mesh divide the tensor.
+
+    FSDP over tensor parallelism divides along an axis after the tensor-parallel ranks, whose mesh axis comes later: the
+    placement is then a ``_StridedShard``.
+    """
+    plain, strided = [], []
+    for number, placement in enumerate(placements):
+        kind = placement.class_name.rpartition(".")[2]
+        if kind == "Shard":
+            plain.append((placement.state["dim"], number))
+        elif kind == "_StridedShard":
+            strided.append((placement.state["dim"], number))
+        elif kind != "Replicate":
+            raise ValueError(f"its placement is {kind}")
+    return plain + strided

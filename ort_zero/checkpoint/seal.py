@@ -1,0 +1,124 @@
+"""Write checksums beside a checkpoint whose format has none, and compare its files with them later.
+
+The file ``ort_zero_seal.json`` has the size of each file and the CRC-32 of each of its blocks. The readers treat the
+blocks as records (see :class:`~ort_zero.checkpoint.records.File`), so every later read compares what it read.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from isal.isal_zlib import crc32
+
+from ort_zero.checkpoint.files import json_text
+from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.records import File, Source
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+NAME = "ort_zero_seal.json"
+_FORMAT = "ort_zero.seal"
+_BLOCK = 4 << 20
+"""Bytes of a block."""
+_MAX_BYTES = 256 << 20
+"""Maximum size of a seal: 8 bytes of text for 4 MiB."""
+
+
+def seal(folder: Folder, names: Iterable[str], advance: Callable[[int], Any] = lambda number: None) -> str:
+    """Write the checksums of the files `names`; return the path of the seal, which replaces an older one.
+
+    Args:
+        folder: folder of the checkpoint.
+        names: its files.
+        advance: called with the number of bytes that were read.
+
+    Raises:
+        CheckpointError: a file cannot be read, or the seal cannot be written.
+    """
+    rows = {}
+    for name in names:
+        size = folder.size(name) or 0
+        crcs = []
+        for start in range(0, size, _BLOCK):
+            block = folder.read(name, start, min(_BLOCK, size - start))
+            crcs.append(crc32(block))
+            advance(len(block))
+        rows[name] = {"size": size, "crc32": base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()}
+    document = {"format": _FORMAT, "version": 1, "block": _BLOCK, "files": rows}
+    folder.write(NAME, json.dumps(document, indent=1).encode(), "seal", durable=True)
+    return folder.path(NAME)
+
+
+def read_seal(folder: Folder) -> dict[str, File] | None:
+    """Return the sealed files by name, None if the checkpoint has no seal.
+
+    Raises:
+        CorruptCheckpointError: the seal is damaged.
+    """
+    if not folder.exists(NAME):
+        return None
+    try:
+        document = json_text.loads(json_text.read_object(folder, NAME, _MAX_BYTES))
+        if (document["format"], document["version"]) != (_FORMAT, 1):
+            raise ValueError(f"its format is {document['format']} {document['version']}")
+        block, rows = document["block"], document["files"]
+        return {name: _file(name, row["size"], row["crc32"], block) for name, row in rows.items()}
+    except (KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
+        raise CorruptCheckpointError(
+            f"{folder.path(NAME)} is damaged ({type(error).__name__}: {error}); remove it if you do without the seal"
+        ) from None
+
+
+def _file(name: str, size: int, text: str, block: int) -> File:
+    data = base64.b64decode(text, validate=True)
+    crcs = struct.unpack(f"<{len(data) // 4}I", data)
+    if any(type(n) is not int or n < 0 for n in (size, block)) or len(crcs) != -(-size // block):
+        raise ValueError(f"{name} has {len(crcs)} checksums for {size} bytes")
+    records = tuple((i * block, min(block, size - i * block), crc) for i, crc in enumerate(crcs))
+    return File(name=name, size=size, records=records)
+
+
+def with_seal(source: Source, folder: Folder) -> Source:
+    """Return the checkpoint with the checksums of its seal, if it has one.
+
+    Raises:
+        CorruptCheckpointError: the seal is damaged, or a file is not of the size that was sealed.
+    """
+    sealed = read_seal(folder)
+    if sealed is None:
+        return source
+    problem = next((text for name in source.files if (text := size_problem(folder, name, sealed))), None)
+    if problem:
+        raise CorruptCheckpointError(problem)
+    return replace(source, files={name: sealed[name] for name in source.files})
+
+
+def size_problem(folder: Folder, name: str, sealed: Mapping[str, File]) -> str | None:
+    """Return a sentence if a file is not sealed, or has another size than when it was sealed."""
+    if name not in sealed:
+        return f"{folder.path(name)} is not in {NAME}: it was added after the seal; seal the checkpoint again"
+    size = folder.size(name)
+    if size != sealed[name].size:
+        return f"{folder.path(name)} has {size or 0} bytes, {sealed[name].size} when it was sealed: it was changed"
+    return None
+
+
+def problems_of_file(folder: Folder, name: str, sealed: Mapping[str, File]) -> Iterator[str]:
+    """Yield a sentence if a file has another size or other bytes than when it was sealed."""
+    problem = size_problem(folder, name, sealed)
+    if problem:
+        yield problem
+        return
+    for start, length, expected in sealed[name].records:
+        if crc32(folder.read(name, start, length)) != expected:
+            yield f"{folder.path(name)} is damaged: its bytes from {start} on are not those that were sealed"
+
+
+def refuse_own_checksums(format_name: str, path: str) -> None:
+    """Raise CheckpointError for a format that has checksums of every file already."""
+    if format_name == "ort_zero":
+        raise CheckpointError(f"{path} has checksums of every file in its manifest: leave --seal out")

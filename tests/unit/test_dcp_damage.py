@@ -1,0 +1,205 @@
+"""Damaged and hostile checkpoints of torch's format: an error in words, nothing executed, nothing written."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from ort_zero.checkpoint import aggregate, verify
+from ort_zero.checkpoint.seal import NAME as SEAL
+from ort_zero.errors import CheckpointError
+
+
+def save(folder: Path, seed: int = 0) -> Path:
+    """Save a small model with a tensor of each size class, as torch writes it in one process."""
+    torch.manual_seed(seed)
+    weights = {"up.weight": torch.randn(600, 500), "up.bias": torch.randn(600), "scale": torch.tensor(2.0)}
+    dcp.save({"model": weights, "epoch": seed}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A whole checkpoint."""
+    return save(tmp_path_factory.mktemp("whole") / "saved")
+
+
+@pytest.fixture
+def saved(whole, tmp_path) -> Path:
+    """A copy of the checkpoint, to be damaged."""
+    return Path(shutil.copytree(whole, tmp_path / "saved"))
+
+
+def shard_file(folder: Path) -> Path:
+    """Return the file of the shards."""
+    (path,) = folder.glob("*.distcp")
+    return path
+
+
+def change_metadata(folder: Path, change) -> None:
+    """Let `change` edit the metadata as torch's objects."""
+    path = folder / ".metadata"
+    content = pickle.loads(path.read_bytes())
+    change(content)
+    path.write_bytes(pickle.dumps(content))
+
+
+def flip(path: Path, position: int) -> None:
+    """Flip a bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def in_values(folder: Path) -> None:
+    """Flip a bit in the middle of the largest tensor."""
+    flip(shard_file(folder), shard_file(folder).stat().st_size // 2)
+
+
+def truncated(folder: Path) -> None:
+    os.truncate(shard_file(folder), shard_file(folder).stat().st_size - 1000)
+
+
+def missing(folder: Path) -> None:
+    shard_file(folder).unlink()
+
+
+def interrupted(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+
+
+def metadata_cut(folder: Path) -> None:
+    os.truncate(folder / ".metadata", 200)
+
+
+def of_another_save(folder: Path) -> None:
+    """Put in the metadata of a save with tensors of other sizes."""
+    other = {"model": {"up.weight": torch.randn(601, 500), "up.bias": torch.randn(600), "scale": torch.tensor(2.0)}}
+    dcp.save({**other, "epoch": 1}, checkpoint_id=folder.with_name("other"), no_dist=True)
+    shutil.copy(folder.with_name("other") / ".metadata", folder)
+
+
+def hole(folder: Path) -> None:
+    def change(content) -> None:
+        content.state_dict_metadata["model.up.bias"].size = torch.Size([601])
+
+    change_metadata(folder, change)
+
+
+def overlap(folder: Path) -> None:
+    def change(content) -> None:
+        described = content.state_dict_metadata["model.up.bias"]
+        described.chunks.append(ChunkStorageMetadata(torch.Size([300]), torch.Size([300])))
+        place = content.storage_data[MetadataIndex("model.up.bias", torch.Size([0]), 0)]
+        content.storage_data[MetadataIndex("model.up.bias", torch.Size([300]), 1)] = place
+
+    change_metadata(folder, change)
+
+
+def huge(folder: Path) -> None:
+    def change(content) -> None:
+        content.state_dict_metadata["model.up.bias"].size = torch.Size([1 << 60])
+        content.state_dict_metadata["model.up.bias"].chunks[0] = ChunkStorageMetadata(
+            torch.Size([0]), torch.Size([1 << 60])
+        )
+
+    change_metadata(folder, change)
+
+
+def outside(folder: Path) -> None:
+    def change(content) -> None:
+        for place in content.storage_data.values():
+            place.relative_path = "../../etc/passwd"
+
+    change_metadata(folder, change)
+
+
+class Hostile:
+    """An object whose unpickling makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def hostile(folder: Path) -> None:
+    change_metadata(folder, lambda content: setattr(content, "planner_data", Hostile(folder.with_name("harm"))))
+
+
+FAULTS = [
+    (in_values, "CRC-32"),
+    (truncated, "truncated"),
+    (missing, "is missing"),
+    (interrupted, "the save was interrupted"),
+    (metadata_cut, "cannot be unpickled"),
+    (of_another_save, "does not end with its zip directory|the metadata say"),
+    (hole, "elements 600 to 601 are in no shard"),
+    (overlap, r"the metadata say|two shards"),
+    (huge, "the metadata say"),
+    (outside, "names a file"),
+    (hostile, "which no checkpoint needs"),
+]
+
+
+@pytest.mark.parametrize(("damage", "says"), FAULTS, ids=[damage.__name__ for damage, _ in FAULTS])
+def test_each_fault_is_named_and_nothing_is_written(saved, tmp_path, damage, says):
+    damage(saved)
+    before = sorted(saved.iterdir())
+    report = verify(str(saved))
+    assert not report.ok and len(report.problems) == 1
+    with pytest.raises(CheckpointError, match=says):
+        aggregate(saved, tmp_path / "model")
+    assert not (tmp_path / "model").exists() or not any((tmp_path / "model").iterdir())
+    assert sorted(saved.iterdir()) == before and not (tmp_path / "harm").exists()
+
+
+def test_a_file_too_many_is_a_problem_and_a_left_out_value_a_note(saved):
+    (saved / "__9_0.distcp").write_bytes(b"rest")
+    report = verify(str(saved))
+    assert ["__9_0.distcp is one too many" in text for text in report.problems] == [True]
+    (saved / "__9_0.distcp").unlink()
+    report = verify(str(saved))
+    assert report.ok and report.tensors == 3 and any("left out: epoch" in note for note in report.notes)
+
+
+def test_values_without_checksums_are_named_until_they_are_sealed(tmp_path):
+    from torch.serialization import set_crc32_options
+
+    set_crc32_options(False)
+    try:
+        saved = save(tmp_path / "saved")
+    finally:
+        set_crc32_options(True)
+    report = verify(str(saved))
+    assert report.ok and any("model.up.weight" in note and "could not be checked" in note for note in report.notes)
+    report = verify(str(saved), seal_it=True)
+    assert report.ok and any(SEAL in note for note in report.notes)
+    assert not any("could not be checked" in note for note in verify(str(saved)).notes)
+    in_values(saved)
+    (problem,) = verify(str(saved)).problems
+    assert "are not those that were sealed" in problem
+    with pytest.raises(CheckpointError, match="CRC-32"):
+        aggregate(saved, tmp_path / "model")
+
+
+def test_a_seal_notices_what_was_added_changed_or_damaged(saved, tmp_path):
+    assert verify(str(saved), seal_it=True).ok and verify(str(saved)).ok
+    aggregate(saved, tmp_path / "model")
+    with (saved / ".metadata").open("ab") as file:
+        file.write(b"more")
+    (problem,) = verify(str(saved)).problems
+    assert ".metadata has" in problem and "when it was sealed" in problem
+    (saved / SEAL).write_text("{")
+    (problem,) = verify(str(saved)).problems
+    assert f"{SEAL} is damaged" in problem
+    with pytest.raises(CheckpointError, match="remove it if you do without the seal"):
+        aggregate(saved, tmp_path / "model", overwrite=True)
