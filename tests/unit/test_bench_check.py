@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,8 @@ def test_the_pages_show_what_is_stored(bench):
     stored = json.loads(bench.STORED.read_text())
     for page, figures in ((bench.README, bench.sentence(stored)), (bench.PAGE, bench.table(stored))):
         assert page.read_text() == bench.with_figures(page.read_text(), figures)
+
+
+def test_the_benchmarks_of_make_are_there():
+    (names,) = re.findall(r"^BENCHMARKS := (.+)$", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert [name for name in names.split() if not (ROOT / f"benchmarks/{name}.py").exists()] == []
