@@ -1,6 +1,6 @@
 """Run the commands of docs/tutorial.md in a folder of their own, and put their output into the page.
 
-A fenced block with a title is a file, a block in ``bash`` is run, and the block in ``text`` below it gets the output.
+A fenced block with a title is a file, and a block in ``bash`` is run: its output becomes the block in ``text`` below it.
 Blocks in ``sh`` are shown and not run. The environment of this Python needs the extras ort, examples and statistics.
 """
 
@@ -14,16 +14,15 @@ import tempfile
 from pathlib import Path
 
 PAGE = Path(__file__).with_name("tutorial.md")
+OUTPUT = re.compile(r"\n^```text\n.*?^```\n", flags=re.M | re.S)
 FENCE = re.compile(r'^```(\w+)(?: title="(.+?)")?\n(.*?)^```\n', flags=re.M | re.S)
 
 
 def run(page: str, folder: Path) -> tuple[str, list[str]]:
     """Run the commands of a page in a folder, and return the page with their output, and the commands that failed."""
     failed: list[str] = []
-    output = ""
 
     def block(match: re.Match[str]) -> str:
-        nonlocal output
         language, title, text = match.groups()
         if title:
             (folder / title).write_text(text)
@@ -31,11 +30,10 @@ def run(page: str, folder: Path) -> tuple[str, list[str]]:
             status, output = run_command(text, folder)
             if status:
                 failed.append(f"{text.strip()}\nexit status {status}\n{output}")
-        elif language == "text":
-            return f"```text\n{output}```\n"
+            return f"{match[0]}\n```text\n{output}```\n"
         return match[0]
 
-    return FENCE.sub(block, page), failed
+    return FENCE.sub(block, OUTPUT.sub("", page)), failed
 
 
 def run_command(command: str, folder: Path) -> tuple[int, str]:
