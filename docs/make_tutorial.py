@@ -41,7 +41,7 @@ def run_command(command: str, folder: Path) -> tuple[int, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
-        ["bash", "-ec", command],
+        ["bash", "-eo", "pipefail", "-c", command],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
