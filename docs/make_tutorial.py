@@ -1,6 +1,6 @@
 """Run the commands of docs/tutorial.md in a folder of their own, and put their output into the page.
 
-A fenced block with a title is a file. A block in ``bash`` is run, and its output becomes the block in ``text`` below it.
+A fenced block with a title is a file. A block in ``bash`` is run, and its output becomes the ``text`` block below it.
 Blocks in ``sh`` are shown and not run. The environment of this Python needs the extras ort, examples and statistics.
 """
 
