@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from ort_zero.checkpoint import aggregate, verify
+from ort_zero.checkpoint import aggregate, list_checkpoints, verify
 from ort_zero.checkpoint.seal import NAME as SEAL
 from ort_zero.errors import CheckpointError
 
@@ -169,6 +169,13 @@ def test_a_file_too_many_is_a_problem_and_a_left_out_value_a_note(saved):
     (saved / "__9_0.distcp").unlink()
     report = verify(str(saved))
     assert report.ok and report.tensors == 3 and any("left out: epoch" in note for note in report.notes)
+
+
+def test_the_size_of_accelerates_folder_counts_its_inner_files(tmp_path):
+    saved = save(tmp_path / "runs" / "state" / "pytorch_model_fsdp_0")
+    (listed,) = list_checkpoints(str(tmp_path / "runs"))
+    assert (listed.tag, listed.format, listed.whole) == ("state", "dcp", True)
+    assert listed.bytes == shard_file(saved).stat().st_size
 
 
 def test_values_without_checksums_are_named_until_they_are_sealed(tmp_path):

@@ -31,7 +31,7 @@ class ListedCheckpoint:
     zero_stage: int | None
     world_size: int | None
     bytes: int
-    """Size of all files in the checkpoint's folder but `partial_bytes`."""
+    """Size of all files in the checkpoint's folder but `partial_bytes`, and of its files in inner folders."""
     partial_bytes: int
     """Size of the files that an interrupted save left incomplete."""
     left_out: tuple[str, ...]
@@ -74,6 +74,7 @@ def _listed(candidate: Candidate, now: float, trust_pickle: bool, tp_split: Sequ
     condition = condition_of(candidate, trust_pickle, tp_split)
     source = condition.source
     names = [name for name in folder.names() if folder.exists(name)]
+    names += [name for name in (source.files if source else ()) if "/" in name]
     partial = [name for name in names if name.endswith(PARTIAL)]
     times = [at for name in names if (at := folder.modified(name)) is not None]
     modified = max(times, default=None)
