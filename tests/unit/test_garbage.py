@@ -31,14 +31,14 @@ def test_a_collector_that_is_off_stays_off():
 
 def test_it_rests_while_a_checkpoint_is_opened(tmp_path, monkeypatch):
     seen = []
-    real = finding.manifest.open_ours
-    monkeypatch.setattr(finding.manifest, "open_ours", lambda folder: seen.append(gc.isenabled()) or real(folder))
+    real = finding.manifest.read
+    monkeypatch.setattr(finding.manifest, "read", lambda folder: seen.append(gc.isenabled()) or real(folder))
     (tmp_path / "a").touch()
     with pytest.raises(CheckpointError):
         finding.find_source(str(tmp_path / "a" / ".."), None)
     with pytest.raises(CheckpointError):
         (tmp_path / "latest").write_text("t")
         (tmp_path / "t").mkdir()
-        (tmp_path / "t" / "x").touch()
+        (tmp_path / "t" / finding.manifest.NAME).write_text("{}")
         finding.find_source(str(tmp_path), None)
     assert seen == [False] and gc.isenabled()

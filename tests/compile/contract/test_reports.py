@@ -190,7 +190,7 @@ def test_models_of_segments_are_saved(tmp_path: Path):
 @pytest.mark.parametrize(
     "section, message",
     [
-        ({"ortmodule": {"fuse_loss": "on"}}, "ort_zero.ortmodule.fuse_loss: there is no such key any more"),
+        ({"ortmodule": {"fuse_loss": "on"}}, "ort_zero.ortmodule.fuse_loss: unknown key"),
         ({"memory": {"recompute": "Gelu+:1:2"}}, "memory.recompute: a plan belongs to onnxruntime-training"),
         ({"compile": {"plaec": "ort"}}, 'did you mean "place"'),
         ({"exclude": ["nothing.*"]}, "matches no module"),
