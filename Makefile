@@ -192,7 +192,7 @@ test-clients: $(CLIENTS_READY) ## Run programs of other libraries in PyTorch and
 	  --deselect tests/clients/test_architectures.py
 
 # of one machine and some minutes each; what the others measure takes longer, or options
-BENCHMARKS := step_time settled_memory first_step statistics_overhead checkpoints loading aggregate
+BENCHMARKS := step_time settled_memory first_step statistics_overhead checkpoints loading aggregate torch_checkpoints
 .PHONY: bench
 bench: $(TESTS_READY) ## Run the benchmarks of steps, memory, starts, statistics and checkpoints
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || echo "$$name: exit status $$?"; done
