@@ -18,6 +18,7 @@ from ort_zero import config, env, log
 from ort_zero.backends import registry
 from ort_zero.cpu_memory import measures
 from ort_zero.plugin import compile_progress
+from ort_zero.utils.random_state import random_state_kept
 from ort_zero.utils.text import shortened
 
 _MIN_WIDTH, _MAX_WIDTH = 60, 120
@@ -199,8 +200,9 @@ def _switch(key: str, to: bool) -> str:
 
 def _drawn(rows: Sequence[Row], width: int, boxes: bool) -> str:
     """Return the rows as a table no wider than `width` characters; the first row is its head."""
-    from rich import box, console
-    from rich import table as rich_table
+    with random_state_kept():
+        from rich import box, console
+        from rich import table as rich_table
 
     # the last column holds keys, which a user copies: no key is broken
     settings = [row[2] for row in rows if len(row) == 3]

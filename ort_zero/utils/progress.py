@@ -6,6 +6,8 @@ import sys
 import threading
 from typing import Any
 
+from ort_zero.utils.random_state import random_state_kept
+
 hidden: list[bool] = []
 """Has an element while a command with ``--quiet`` runs: no bar is shown."""
 
@@ -28,7 +30,10 @@ class Bar:
         self._timer: threading.Timer | None = None
         if self._stream is None or not self._stream.isatty():
             self._stream = None
-        elif delay:
+            return
+        with random_state_kept():  # here, since another thread's draws would be lost in the timer's
+            import rich.progress  # noqa: F401
+        if delay:
             self._timer = threading.Timer(delay, self._start)
             self._timer.daemon = True
             self._timer.start()

@@ -167,7 +167,7 @@ def _commands_of_make_train(folder: Path, steps: str | None = None) -> list[str]
 
 
 def _printed_by(command: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
     environment.pop("ORT_ZERO_LOG_LEVEL", None)
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, timeout=800,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -82,3 +84,27 @@ def test_short_work_shows_nothing_and_leaves_no_thread(monkeypatch):
         (started,) = set(threading.enumerate()) - before
     started.join(5)
     assert not started.is_alive() and seen.getvalue() == ""
+
+
+IMPORTS = """
+import io, random, sys
+class Terminal(io.StringIO):
+    def isatty(self): return True
+random.seed(1)
+expected = random.getstate()
+sys.stderr = Terminal()
+from ort_zero.utils.progress import bar
+from ort_zero.plugin.summary import _drawn
+if sys.argv[1] == "bar":
+    bar(2, "work", "run", delay=0).close()
+else:
+    _drawn([("feature", "state", "to switch it"), ("a", "on", "key")], 80, False)
+print(random.getstate() == expected, "rich.style" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("what", ["bar", "table"])
+def test_pythons_random_numbers_stay_as_they_are(what):
+    """rich draws one when it is imported, which a training would otherwise miss."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS, what], capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "True"], done.stderr
