@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from checkpoint_engines import (
     train,
     values_of,
 )
+from file_limits import files_of_at_most
 from rank_processes.ranks import run_on_ranks
 from safetensors.torch import load_file
 
@@ -41,17 +41,6 @@ from ort_zero.distributed.side_channel import SideChannelGroup
 from ort_zero.errors import RankError
 
 # -- what each rank does: saves that cannot work ---------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def small_files(size: int) -> Iterator[None]:
-    """Let the kernel refuse to let any file of this process grow beyond `size` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextlib.contextmanager
@@ -112,10 +101,10 @@ def save_rows(folder: str, small: str | None) -> dict[str, dict[str, Any]]:
     dist.barrier()
     big = {"blob": torch.arange(100_000) if rank == 1 else None}
     rows: dict[str, tuple[Any, Callable[[], Any]]] = {
-        "rank_1_cannot_write": (_on(1, small_files(64)), lambda: save(engine, folder, "new")),
-        "rank_1_cannot_write_the_same_tag": (_on(1, small_files(64)), lambda: save(engine, folder, "same")),
+        "rank_1_cannot_write": (_on(1, files_of_at_most(64)), lambda: save(engine, folder, "new")),
+        "rank_1_cannot_write_the_same_tag": (_on(1, files_of_at_most(64)), lambda: save(engine, folder, "same")),
         "rank_1_runs_full_late": (
-            _on(1, small_files(200_000)),
+            _on(1, files_of_at_most(200_000)),
             lambda: save(engine, folder, "same", client_state=big),
         ),
         "rank_1_cannot_publish": (_on(1, no_publish("safetensors")), lambda: save(engine, folder, "same")),
@@ -134,11 +123,11 @@ def save_rows(folder: str, small: str | None) -> dict[str, dict[str, Any]]:
         "tag_leads_out": (contextlib.nullcontext(), lambda: save(engine, folder, "../x")),
         "no_rights": (_on(2, without_rights(folder)), lambda: save(engine, folder, "same")),
         "background": (
-            _on(1, small_files(64)),
+            _on(1, files_of_at_most(64)),
             lambda: (save(engine, folder, "same", async_save=True), wait(engine)),
         ),
         "background_seen_by_next_save": (
-            _on(1, small_files(64)),
+            _on(1, files_of_at_most(64)),
             lambda: (save(engine, folder, "same", async_save=True), save(engine, folder, "after")),
         ),
     }

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from file_limits import files_of_at_most
 from statistics_files import begin, manifest_of, records, write
 from statistics_records import Record, columns_of, records_of
 
@@ -38,17 +37,6 @@ def content(run, rank: int = 0) -> dict[int, list[Record]]:
 
 def is_what_was_written(found: dict[int, list[Record]]) -> bool:
     return all(len(rows) == len(records(step)) and all(map(same, rows, records(step))) for step, rows in found.items())
-
-
-@contextmanager
-def room_for(size: int):
-    """Let no file of this process become larger than `size` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # --- what is written is read ---------------------------------------------------------------------------------------
@@ -188,7 +176,7 @@ def test_a_run_that_goes_on_is_read(tmp_path):
 def test_a_full_disk_ends_the_file_at_a_full_step_with_one_warning(tmp_path, capsys):
     writer = begin(tmp_path)
     writer.append(0, *columns_of(records(0)))
-    with room_for(2 * writer.path.stat().st_size):
+    with files_of_at_most(2 * writer.path.stat().st_size):
         for number in range(1, 9):
             writer.append(number, *columns_of(records(number)))
         writer.close()
@@ -205,10 +193,10 @@ def test_a_disk_that_fills_at_the_end_or_at_the_start(tmp_path, capsys):
     writer = begin(tmp_path / "end")
     writer.append(0, *columns_of(records(0)))
     size = writer.path.stat().st_size
-    with room_for(size + 3):
+    with files_of_at_most(size + 3):
         writer.close()
     assert writer.path.stat().st_size == size and open_run(tmp_path / "end").steps_of(0) == (0,)
-    with room_for(1500), pytest.raises(StatisticsError, match=r"File too large; choose another output_dir"):
+    with files_of_at_most(1500), pytest.raises(StatisticsError, match=r"File too large; choose another output_dir"):
         begin(tmp_path / "start")
     assert not os.listdir(tmp_path / "start") and not capsys.readouterr().err
 
