@@ -89,7 +89,7 @@ class SessionProfiles:
         self.late_sessions += self._steps > 0
 
     def begin_step(self) -> None:
-        """Note that a profiled step begins."""
+        """Mark in every recorded session how many runs came before the step that begins."""
         self._steps += 1
         for session, marks in self._marks.items():
             marks.append(session.runs)
@@ -100,7 +100,7 @@ class SessionProfiles:
         self.begin_step()
 
     def nodes(self, steps: Iterable[int]) -> Iterator[tuple[str, float]]:
-        """Yield operator and seconds of each node that ran in these profiled steps."""
+        """Yield (operator, seconds) of each node of ONNX Runtime that ran in the steps of these numbers."""
         steps = list(steps)
         for session, marks in self._marks.items():
             runs = _runs_in(session.end_profiling())

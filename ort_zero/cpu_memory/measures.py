@@ -84,7 +84,7 @@ def offered() -> str:
 
 
 def in_effect() -> list[str]:
-    """Return the names of the measures that are in effect in this process."""
+    """Return the names of the ways to save CPU memory that are in effect in this process, for ``status()``."""
     names = [name for name in (_COLLECTIVES, _ADAM) if name in registry.patch_sets]
     names += [_BUCKETS] if _engines["with bounded buckets"] else []
     return [*names, *glibc.kept]

@@ -174,7 +174,7 @@ class Engine(abc.ABC, Generic[Graph]):
             log.get_logger().info("PyTorch runs %s from now on: %s", what, reason)
 
     def figures(self) -> dict[str, Any]:
-        """Return what the record of every engine has, as plain values."""
+        """Return the entries that every engine has in ``status()``: graphs, recompilations, units in PyTorch, ..."""
         return {
             "graphs": len(self.graphs),
             "dynamo_graphs": self.dynamo_graphs,

@@ -89,7 +89,7 @@ class _Job:
     token: str
     """Part of the partial names of this run."""
     removable: frozenset[str]
-    """Names of files in the destination that may be replaced or removed."""
+    """Names of files of an earlier aggregation in the destination, which this one replaces or removes."""
 
 
 @collection_paused()

@@ -100,7 +100,7 @@ def publish(
     token: str,
     ranks: RankGroup,
 ) -> dict[str, int]:
-    """Publish the files that all ranks wrote under partial names; return bytes by name. All ranks must call.
+    """Rename the partial files of all ranks to their final names; return the sizes in bytes. All ranks must call.
 
     Args:
         target: the destination.

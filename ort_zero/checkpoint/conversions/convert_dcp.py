@@ -20,7 +20,7 @@ from ort_zero.checkpoint.records import Tensor
 from ort_zero.errors import CheckpointError
 
 _OPTIMIZERS = {"exp_avg": torch.optim.AdamW, "momentum_buffer": torch.optim.SGD}
-"""torch's optimizer by a state that it has; its options complete those of DeepSpeed's optimizers."""
+"""Class of torch's optimizer by a state that it keeps; its default options fill in what DeepSpeed's groups lack."""
 
 
 class _Planner(DefaultSavePlanner):
@@ -46,7 +46,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def write(work: Conversion) -> None:
-    """Write all files, on one rank.
+    """Write weights and optimizer states as a checkpoint of ``torch.distributed.checkpoint``; one rank calls.
 
     Raises:
         CheckpointError: the destination is remote.

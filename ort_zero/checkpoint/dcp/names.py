@@ -1,4 +1,4 @@
-"""Tell weights, states of the optimizer and other values apart by their keys, and find the names of parameters.
+"""Tell from the keys of a saved state dict which values are weights, optimizer states and hyper-parameters.
 
 =========================================================  ============================================================
 key (its parts are the keys of nested dicts)               meaning

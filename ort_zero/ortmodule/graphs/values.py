@@ -1,4 +1,4 @@
-"""Read what Dynamo notes of the values in its graphs."""
+"""Read the example values that Dynamo stores in the nodes of its graphs: shapes, dtypes, symbolic sizes."""
 
 from __future__ import annotations
 
