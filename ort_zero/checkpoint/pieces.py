@@ -45,8 +45,30 @@ class PieceRun(NamedTuple):
         return range(self.file, self.file + self.pieces * self.step, self.step)
 
 
-class PieceRuns(Sequence[Piece]):
-    """The pieces of one tensor, each made when it is accessed. Equal to a tuple of the same pieces.
+class LazyPieces(Sequence[Piece]):
+    """The pieces of one tensor, each made when it is accessed; a kind of them has ``__len__`` and :meth:`piece_at`."""
+
+    __slots__ = ()
+
+    @overload
+    def __getitem__(self, index: int) -> Piece: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Piece, ...]: ...
+    def __getitem__(self, index: int | slice) -> Piece | tuple[Piece, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        index += len(self) if index < 0 else 0
+        if not 0 <= index < len(self):
+            raise IndexError("piece index out of range")
+        return self.piece_at(index)
+
+    def piece_at(self, index: int) -> Piece:
+        """Return the piece at `index`, from 0 on."""
+        raise NotImplementedError
+
+
+class PieceRuns(LazyPieces):
+    """The pieces that the runs of one tensor stand for. Equal to a tuple of the same pieces.
 
     Args:
         names: names of the checkpoint's files.
@@ -68,16 +90,8 @@ class PieceRuns(Sequence[Piece]):
     def __iter__(self) -> Iterator[Piece]:
         return (self.piece(run, number) for run in self.runs for number in range(run.pieces))
 
-    @overload
-    def __getitem__(self, index: int) -> Piece: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Piece, ...]: ...
-    def __getitem__(self, index: int | slice) -> Piece | tuple[Piece, ...]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self))))
-        index += len(self) if index < 0 else 0
-        if not 0 <= index < len(self):
-            raise IndexError("piece index out of range")
+    def piece_at(self, index: int) -> Piece:
+        """Return the piece at `index`, from 0 on."""
         number = bisect_right(self._ends, index)
         return self.piece(self.runs[number], index - (self._ends[number - 1] if number else 0))
 

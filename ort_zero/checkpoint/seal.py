@@ -28,7 +28,7 @@ _MAX_BYTES = 256 << 20
 """Maximum size of a seal: 8 bytes of text for 4 MiB."""
 
 
-def seal(folder: Folder, names: Iterable[str], advance: Callable[[int], Any] = lambda number: None) -> str:
+def seal(folder: Folder, names: Iterable[str], advance: Callable[[int], Any]) -> str:
     """Write the checksums of the files `names`; return the path of the seal, which replaces an older one.
 
     Args:

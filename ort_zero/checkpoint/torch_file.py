@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     import torch
 
 _LOCAL = struct.Struct("<4s5H3I2H")
-"""The header before each record of a zip, without the record's name and its extra fields."""
+"""Fixed part of a zip's local file header; the record's name and extra fields follow."""
 _END = struct.Struct("<4s4H2IH")
 """The last record of a zip without a comment, which torch never writes."""
+_NUMBERS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "float16": "<e"}
 _MAX_EXTRA = 256
 """Maximum number of bytes between two records: the descriptor of the first."""
 _PICKLE = "data.pkl"
@@ -139,6 +140,18 @@ def checked_bytes(folder: Folder, file: File, stored: StoredTensor, length: int)
     return folder.read(file.name, stored.offset, length)
 
 
+def read_number(folder: Folder, file: File, stored: StoredTensor) -> float | None:
+    """Return the value of a tensor without dimensions, such as a step counter; None for a dtype that counts nothing.
+
+    Raises:
+        CorruptCheckpointError: the CRC-32 differs.
+    """
+    raw, dtype = checked_bytes(folder, file, stored, stored.itemsize), stored.dtype
+    if dtype == "bfloat16":
+        raw, dtype = b"\0\0" + raw, "float32"
+    return struct.unpack(_NUMBERS[dtype], raw)[0] if dtype in _NUMBERS else None
+
+
 def read_records(folder: Folder, name: str) -> list[_Record]:
     """Return the records of the zip in the order of the file, having compared their headers with the zip's directory.
 
@@ -246,8 +259,7 @@ def _check_place(path: str, lengths: Mapping[int, int], size: int, value: Stored
     """
     if 0 in value.shape:
         return value
-    span = sum((n - 1) * s for n, s in zip(value.shape, value.strides)) + 1
-    end = value.offset - value.storage_offset + span * value.itemsize
+    end = value.offset - value.storage_offset + value.span * value.itemsize
     if min(value.strides, default=0) < 0 or end > lengths.get(value.storage_offset, -1):
         raise CorruptCheckpointError(f"{path} is damaged: a tensor of shape {list(value.shape)} has no record")
     whole = math.prod(value.shape) * value.itemsize

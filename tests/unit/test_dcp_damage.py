@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,16 @@ def test_each_fault_is_named_and_nothing_is_written(saved, tmp_path, damage, say
         aggregate(saved, tmp_path / "model")
     assert not (tmp_path / "model").exists() or not any((tmp_path / "model").iterdir())
     assert sorted(saved.iterdir()) == before and not (tmp_path / "harm").exists()
+
+
+def test_a_damaged_number_of_the_optimizer_is_no_step(tmp_path):
+    weights = {"scale": torch.ones(1)}
+    states = {"scale": {"step": torch.tensor(12345.0), "exp_avg": torch.ones(1)}}
+    dcp.save({"model": weights, "optim": {"state": states}}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    file = shard_file(tmp_path / "saved")
+    flip(file, file.read_bytes().index(struct.pack("<f", 12345.0)))
+    with pytest.raises(CheckpointError, match="CRC-32"):
+        aggregate(tmp_path / "saved", tmp_path / "model", what="weights+optimizer")
 
 
 def test_a_file_too_many_is_a_problem_and_a_left_out_value_a_note(saved):

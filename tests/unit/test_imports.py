@@ -84,7 +84,7 @@ ALLOWED: dict[str, set[str]] = {
                              "checkpoint.reads", "checkpoint.records",
                              "checkpoint.restored_values", "checkpoint.restricted_pickle", "checkpoint.torch_file",
                              "compat", "errors", "utils"},
-    "checkpoint.dcp": {"checkpoint.files", "checkpoint.model_files", "checkpoint.records",
+    "checkpoint.dcp": {"checkpoint.files", "checkpoint.model_files", "checkpoint.pieces", "checkpoint.records",
                        "checkpoint.restricted_pickle", "checkpoint.torch_file", "errors", "utils"},
     "checkpoint.seal": {"checkpoint.files", "checkpoint.records", "errors"},
     "checkpoint.finding": {"checkpoint.dcp", "checkpoint.deepspeed", "checkpoint.files", "checkpoint.format",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +12,7 @@ from ort_zero.checkpoint.dcp.blocks import Block, CoverError, pieces_of_blocks
 from ort_zero.checkpoint.dcp.names import Meaning
 from ort_zero.checkpoint.files.dtypes import code_of, is_floating, itemsize
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.model_files.config_files import config_files_beside
+from ort_zero.checkpoint.model_files.config_files import model_config
 from ort_zero.checkpoint.records import (
     BUFFER,
     MASTER,
@@ -30,8 +29,6 @@ from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
-_FORMATS = {"F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i", "I16": "h", "I8": "b", "U8": "B", "BOOL": "?"}
-
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -45,7 +42,7 @@ class Value:
 
 
 @dataclass
-class Contents:
+class CheckpointContents:
     """What the readers of this package find in the files of a checkpoint."""
 
     folder: Folder
@@ -70,8 +67,9 @@ class Contents:
         shape: tuple[int, ...],
         blocks: Sequence[Block],
         strides: tuple[int, ...] | None = None,
+        number: float | None = None,
     ) -> None:
-        """Add a tensor that lies in `blocks`.
+        """Add a tensor that lies in `blocks`; `number` is the value of an optimizer's number without dimensions.
 
         Raises:
             CorruptCheckpointError: the blocks do not cover the tensor once.
@@ -89,22 +87,15 @@ class Contents:
             span = sum((n - 1) * s for n, s in zip(shape, strides)) + 1
             pieces = (Piece(blocks[0].file, blocks[0].offset, span * itemsize(code), 0),)
         tensor = Tensor(name=key, kind="", dtype=code, shape=shape, pieces=pieces, strides=strides)
-        is_number = not shape and meaning.kind != names.WEIGHT and code in _FORMATS
-        self.values.append(Value(meaning, tensor, _number(self.folder, tensor) if is_number else None))
+        self.values.append(Value(meaning, tensor, number))
 
     def of(self, kind: str) -> list[Value]:
         """Return the values of one kind of :mod:`.names`."""
         return [value for value in self.values if value.meaning.kind == kind]
 
 
-def _number(folder: Folder, tensor: Tensor) -> float:
-    """Return the value of a tensor without dimensions."""
-    (piece,) = tensor.pieces
-    return struct.unpack(f"<{_FORMATS[tensor.dtype]}", folder.read(piece.file, piece.offset, piece.length))[0]
-
-
-def source_of(contents: Contents) -> Source:
-    """Return the record of a checkpoint."""
+def source_of(contents: CheckpointContents) -> Source:
+    """Return the :class:`Source` of a checkpoint: tensors with their kinds, tied weights, parameter groups."""
     folder, notes = contents.folder, list(contents.notes)
     weights = {str(v.meaning.name): v.tensor for v in contents.of(names.WEIGHT) if v.tensor is not None}
     numbers = _names_of_numbers(contents, weights, notes)
@@ -149,17 +140,13 @@ def source_of(contents: Contents) -> Source:
     )
 
 
-def _tied(contents: Contents, weights: Mapping[str, Tensor], trained: Collection[str]) -> dict[str, str]:
+def _tied(contents: CheckpointContents, weights: Mapping[str, Tensor], trained: Collection[str]) -> dict[str, str]:
     """Return tied weights, which torch writes once for each name: name -> name of the weight that is kept.
 
     Two matrices are tied if their bytes are equal, and the optimizer trains one of them alone or ``config.json`` ties
     them. They are not if ``config.json`` says so.
     """
-    file = config_files_beside(contents.folder.url, contents.folder.url).get("config.json")
-    try:
-        config = json.loads(file.content) if file is not None else {}
-    except (ValueError, RecursionError):
-        config = {}
+    config = model_config(contents.folder)
     ties = config.get("tie_word_embeddings") if isinstance(config, dict) else None
     kept: dict[tuple, str] = {}
     aliases = {}
@@ -173,7 +160,9 @@ def _tied(contents: Contents, weights: Mapping[str, Tensor], trained: Collection
     return aliases
 
 
-def _names_of_numbers(contents: Contents, weights: Mapping[str, Tensor], notes: list[str]) -> dict[str | int, str]:
+def _names_of_numbers(
+    contents: CheckpointContents, weights: Mapping[str, Tensor], notes: list[str]
+) -> dict[str | int, str]:
     """Return the parameter's name by the name or number in the optimizer's keys.
 
     An optimizer that counts its parameters numbers them in the order of ``model.parameters()``, the order of the state

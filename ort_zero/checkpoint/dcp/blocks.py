@@ -10,8 +10,9 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
+from ort_zero.checkpoint.pieces import LazyPieces
 from ort_zero.checkpoint.records import Piece
 
 _MAX_RANGES = 1 << 20
@@ -53,8 +54,8 @@ def pieces_of_blocks(shape: tuple[int, ...], blocks: Iterable[Block], itemsize: 
     return grid if grid is not None else _ranges(shape, filled, itemsize)
 
 
-class _Grid(Sequence[Piece]):
-    """The ranges of blocks that form a grid.
+class _Grid(LazyPieces):
+    """The contiguous ranges of elements of a tensor whose blocks form a grid.
 
     Args:
         shape: shape of the whole tensor.
@@ -94,16 +95,8 @@ class _Grid(Sequence[Piece]):
     def __len__(self) -> int:
         return math.prod(self._shape[: self._axis]) * self._parts
 
-    @overload
-    def __getitem__(self, index: int) -> Piece: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Piece, ...]: ...
-    def __getitem__(self, index: int | slice) -> Piece | tuple[Piece, ...]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self))))
-        index += len(self) if index < 0 else 0
-        if not 0 <= index < len(self):
-            raise IndexError("piece index out of range")
+    def piece_at(self, index: int) -> Piece:
+        """Return the range at `index`, from 0 on, in the order of the elements."""
         if not self._shape:
             block = self._blocks[()]
             return Piece(block.file, block.offset, self._itemsize, 0)

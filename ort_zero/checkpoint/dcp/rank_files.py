@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ort_zero.checkpoint.dcp.assembly import Contents, Value
+from ort_zero.checkpoint.dcp.assembly import CheckpointContents, Value
 from ort_zero.checkpoint.dcp.blocks import Block
 from ort_zero.checkpoint.dcp.names import OPTION, OTHER, WEIGHT, meanings
+from ort_zero.checkpoint.records import File
 from ort_zero.checkpoint.restricted_pickle.values import OpaqueObject, StoredTensor
-from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file
+from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file, read_number
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 _NAME = re.compile(r"(model|optim|optimizer)_world_size_(\d+)_rank_(\d+)\.pt")
@@ -39,12 +40,16 @@ class _Shards:
     dtype: str
     shape: tuple[int, ...]
     is_sharded: bool
+    file: File
+    """The file of the first rank."""
+    local: StoredTensor
+    """The first rank's shard."""
     blocks: dict[tuple[int, ...], tuple[Block, tuple[int, int] | None]] = field(default_factory=dict)
     """Block, and (length, CRC-32) of its record if the record is the block alone, by the block's offsets."""
     strides: tuple[int, ...] | None = None
 
 
-def read_rank_files(contents: Contents) -> None:
+def read_rank_files(contents: CheckpointContents) -> None:
     """Add the tensors of all ranks' files.
 
     Raises:
@@ -85,7 +90,7 @@ def _leaves(value: Any, path: tuple[str | int, ...]) -> list[tuple[tuple[str | i
 
 
 def _take(
-    contents: Contents,
+    contents: CheckpointContents,
     kind: str,
     shards: Mapping[tuple[str | int, ...], _Shards],
     others: Mapping[tuple[str | int, ...], Any],
@@ -102,7 +107,9 @@ def _take(
         owners[place] = name
         if meaning.kind == WEIGHT and found.is_sharded:
             parameters.append(name)
-        contents.add(".".join(map(str, path)), meaning, found.dtype, found.shape, blocks, found.strides)
+        is_number = not found.shape and meaning.kind != WEIGHT
+        number = read_number(contents.folder, found.file, found.local) if is_number else None
+        contents.add(".".join(map(str, path)), meaning, found.dtype, found.shape, blocks, found.strides, number)
     if kind == "model":
         contents.parameters = parameters or None
     for (path, value), meaning in zip(others.items(), meanings(list(others))):
@@ -119,7 +126,7 @@ def _is_dtensor(value: Any) -> bool:
 
 
 def _add(
-    contents: Contents,
+    contents: CheckpointContents,
     file: TorchFile,
     rank: int,
     path: tuple[str | int, ...],
@@ -136,15 +143,14 @@ def _add(
             f"({type(error).__name__}: {error})"
         ) from None
     offsets = (0,) * len(shape) if offsets is None else offsets
-    found = shards.setdefault(path, _Shards(local.dtype, shape, is_sharded))
+    found = shards.setdefault(path, _Shards(local.dtype, shape, is_sharded, file.file, local))
     if (found.dtype, found.shape) != (local.dtype, shape):
         raise CorruptCheckpointError(f"{contents.folder.path(name)}: {key} is of another shape or dtype than rank 0's")
     if not math.prod(local.shape):
         return
     record = next(((n, crc) for start, n, crc in file.file.records if start == local.storage_offset), None)
     block = Block(offsets, local.shape, name, local.offset)
-    expected = _row_major(local.shape)
-    if any(n > 1 and s != e for n, s, e in zip(local.shape, local.strides, expected)):
+    if not local.is_row_major:
         if local.shape != shape:
             raise CheckpointError(f"{contents.folder.path(name)}: the shard of {key} is not contiguous")
         found.strides = local.strides
@@ -157,10 +163,6 @@ def _add(
             f"{before[0].file} and {name} hold other values of them"
         )
     contents.notes.append(f"{key} differs between the ranks; rank 0's is taken")
-
-
-def _row_major(shape: tuple[int, ...]) -> list[int]:
-    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def _placed(value: OpaqueObject) -> tuple[StoredTensor, tuple[int, ...], tuple[int, ...], bool]:

@@ -6,12 +6,13 @@ import re
 from dataclasses import replace
 
 from ort_zero.checkpoint.dcp import metadata, names, rank_files, safetensors_shards
-from ort_zero.checkpoint.dcp.assembly import Contents, Value, source_of
+from ort_zero.checkpoint.dcp.assembly import CheckpointContents, Value, source_of
 from ort_zero.checkpoint.dcp.metadata import Entry, read_metadata
 from ort_zero.checkpoint.dcp.names import meanings
-from ort_zero.checkpoint.dcp.sections import block_of, open_section
+from ort_zero.checkpoint.dcp.sections import Section, block_of
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import Source
+from ort_zero.checkpoint.torch_file import Contents, open_torch_file, read_number
 from ort_zero.errors import CorruptCheckpointError
 
 SUFFIX = ".distcp"
@@ -59,7 +60,7 @@ def open_dcp(folder: Folder) -> Source:
         CorruptCheckpointError: a file is missing or damaged, or elements of a tensor are in no shard or in two.
         CheckpointError: the checkpoint holds something that ort_zero does not read.
     """
-    contents = Contents(folder)
+    contents = CheckpointContents(folder)
     if part_names(folder):
         _read_shards(contents)
     elif rank_files.files_by_kind(folder.names()):
@@ -69,29 +70,32 @@ def open_dcp(folder: Folder) -> Source:
     return source_of(contents)
 
 
-def _read_shards(contents: Contents) -> None:
+def _read_shards(contents: CheckpointContents) -> None:
     """Add everything in the files of ``torch.distributed.checkpoint``."""
     folder, entries = contents.folder, entries_of(contents.folder)
-    cache: dict = {}
+    cache: Contents = {}
     ranks = {match[1] for entry in entries for s in entry.shards if (match := _RANK.fullmatch(s.file))}
     contents.world_size = len(ranks) or 1
     for entry, meaning in zip(entries, meanings([entry.path for entry in entries])):
         if meaning.kind == names.OTHER:
             contents.others.append(entry.key)
             continue
-        blocks, strides, content, checksums = [], None, None, []
+        blocks, strides, content, number, checksums = [], None, None, None, []
         for shard in entry.shards:
-            opened = open_section(folder, shard, cache)
+            section = Section(folder, shard)
+            opened = open_torch_file(section, shard.file, cache=cache)
             found = contents.records.setdefault(shard.file, set())
             found.update((shard.offset + offset, length, crc) for offset, length, crc in opened.file.records)
             content = opened.content
             if entry.dtype is not None:
                 block, strides = block_of(entry, shard, content)
                 blocks.append(block)
+                if not entry.shape and meaning.kind != names.WEIGHT:
+                    number = read_number(section, opened.file, content)
                 checksums += [(shard.offsets, n, c) for at, n, c in opened.file.records if at == content.storage_offset]
         if entry.dtype is None:
             contents.values.append(Value(meaning, None, content))
         else:
-            contents.add(entry.key, meaning, entry.dtype, entry.shape, blocks, strides)
+            contents.add(entry.key, meaning, entry.dtype, entry.shape, blocks, strides, number)
             if meaning.kind == names.WEIGHT and len(checksums) == len(blocks):
                 contents.checksums[str(meaning.name)] = tuple(sorted(checksums))

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from ort_zero.checkpoint.dcp.assembly import Contents
+from ort_zero.checkpoint.dcp.assembly import CheckpointContents
 from ort_zero.checkpoint.dcp.blocks import Block
 from ort_zero.checkpoint.dcp.names import meanings
 from ort_zero.checkpoint.files import safetensors_header
@@ -35,7 +35,7 @@ def _header(folder: Folder, name: str) -> safetensors_header.Header:
         raise CorruptCheckpointError(f"{folder.path(name)} is damaged: {error}") from None
 
 
-def read_shards(contents: Contents) -> None:
+def read_shards(contents: CheckpointContents) -> None:
     """Add the tensors of all files.
 
     Raises:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import io
-import math
 from typing import IO, Any
 
 from ort_zero.checkpoint.dcp.blocks import Block
 from ort_zero.checkpoint.dcp.metadata import Entry, Shard
-from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
-from ort_zero.checkpoint.torch_file import Contents, TorchFile, open_torch_file
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 _SMALL = 1 << 20
@@ -84,11 +81,6 @@ class _Stream(io.RawIOBase):
         return count
 
 
-def open_section(folder: Folder, shard: Shard, cache: Contents) -> TorchFile:
-    """Return the content of a shard; its offsets count from the start of the range."""
-    return open_torch_file(Section(folder, shard), shard.file, cache=cache)
-
-
 def block_of(entry: Entry, shard: Shard, content: Any) -> tuple[Block, tuple[int, ...] | None]:
     """Return the place of a shard's elements in its file, and the strides if the elements are not row-major.
 
@@ -103,22 +95,10 @@ def block_of(entry: Entry, shard: Shard, content: Any) -> tuple[Block, tuple[int
             f"{shard.file}: the shard of {entry.key} is {content.dtype} of the shape {list(content.shape)}, "
             f"the metadata say {entry.dtype} of {list(shard.sizes)}"
         )
-    dtypes.code_of(content.dtype)
-    strides = None if _is_row_major(content) else content.strides
+    strides = None if content.is_row_major else content.strides
     if strides is not None and len(entry.shards) > 1:
         raise CheckpointError(
             f"{shard.file}: a shard of {entry.key} has the strides {list(strides)}; ort_zero reads shards whose rows "
             "lie one after the other: call contiguous() on the parameter before the save"
         )
     return Block(shard.offsets, shard.sizes, shard.file, shard.offset + content.offset), strides
-
-
-def _is_row_major(tensor: StoredTensor) -> bool:
-    if not math.prod(tensor.shape):
-        return True
-    expected = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ort_zero.checkpoint.dcp.metadata import NAME, Shard
-from ort_zero.checkpoint.dcp.reader import SUFFIX, entries_of, open_dcp, part_names
+from ort_zero.checkpoint.dcp.reader import SUFFIX, entries_of, part_names
 from ort_zero.checkpoint.dcp.sections import Section
 from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.records import Source
 from ort_zero.checkpoint.torch_file import crc_is_right, read_records
 from ort_zero.errors import CheckpointError
 
 
-def shards_of(folder: Folder) -> dict[str, list[tuple[str, Shard]]]:
+def shards_of(folder: Folder, source: Source) -> dict[str, list[tuple[str, Shard]]]:
     """Return (key, shard) of each shard by file, in the order of the files' bytes.
 
     Files of single ranks, and of safetensors, are one shard each.
     """
     if not part_names(folder):
-        files = open_dcp(folder).files.values()
-        return {file.name: [(file.name, Shard((), (), file.name, 0, file.size))] for file in files}
+        return {file.name: [(file.name, Shard((), (), file.name, 0, file.size))] for file in source.files.values()}
     found: dict[str, list[tuple[str, Shard]]] = {}
     for entry in entries_of(folder):
         for shard in entry.shards:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import struct
 from typing import Any
 
 from ort_zero.checkpoint.deepspeed.partitioning import FlatLayout, Flats, flat_tensors, masters_of
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, zero_state
 from ort_zero.checkpoint.records import Optimizer, ParamGroup, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
-from ort_zero.checkpoint.torch_file import TorchFile, checked_bytes
+from ort_zero.checkpoint.torch_file import TorchFile, read_number
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
-_FORMATS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "F16": "<e"}
 """Formats of :mod:`struct` by dtype."""
 State = dict[str, Any]
 """The optimizer's state of one flat tensor, by name: "exp_avg", "step", ..."""
@@ -90,12 +88,10 @@ def number_of(files: StateFiles, file: TorchFile, stored: StoredTensor, what: st
         CheckpointError: the dtype of the tensor is not expected.
     """
     code = files.dtype_code(file, stored, what)
-    raw = checked_bytes(files.folder, file.file, stored, stored.itemsize)
-    if code == "BF16":
-        code, raw = "F32", b"\0\0" + raw
-    if code not in _FORMATS:
+    number = read_number(files.folder, file.file, stored)
+    if number is None:
         raise CheckpointError(f"{files.path(file)}: {what!r} is a number of type {code}, which is not expected")
-    return struct.unpack(_FORMATS[code], raw)[0]
+    return number
 
 
 def group_options(files: StateFiles, file: TorchFile, group: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ from ort_zero.checkpoint.deepspeed.split_rules import Rule, parse_rules
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, configured_stage, open_part, open_state_files
 from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.model_files.config_files import config_files_beside
+from ort_zero.checkpoint.model_files.config_files import model_config
 from ort_zero.checkpoint.records import Source
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
@@ -67,7 +66,7 @@ def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequenc
     topology = find_topology(files, layers if not universal_files else {})
     if universal_files:
         degree = topology.tensor_degree
-        rank = universal.read_universal(folder, files, degree, trust_pickle, rules, _config(folder), zero3_modules)
+        rank = universal.read_universal(folder, files, degree, trust_pickle, rules, model_config(folder), zero3_modules)
     else:
         rank = _joined(folder, names, files, layers, topology, trust_pickle, rules)
     names_read = {*(tensor.name for tensor in rank.tensors), *rank.aliases, *rank.frozen}
@@ -177,13 +176,4 @@ def _joined(
         ranks = [join_stages(ranks[number::degree], opened[number]) for number in range(degree)]
     elif topology.stages > 1:
         raise CorruptCheckpointError(f"{folder.path('layer_00-model_states.pt')} is missing: it is a pipeline's")
-    return ranks[0] if degree == 1 else join_tensor_parallel(ranks, tp_split, _config(folder))
-
-
-def _config(folder: Folder) -> object:
-    """Return the model's ``config.json`` from beside the checkpoint; None if it is missing or cannot be read."""
-    file = config_files_beside(folder.url, folder.url).get("config.json")
-    try:
-        return None if file is None else json.loads(file.content)
-    except (ValueError, RecursionError):
-        return None
+    return ranks[0] if degree == 1 else join_tensor_parallel(ranks, tp_split, model_config(folder))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -123,14 +122,8 @@ def whole_tensor(files: StateFiles, file: TorchFile, name: str, kind: str, store
         CheckpointError: the dtype is unknown.
         CorruptCheckpointError: the stored bytes do not cover the tensor.
     """
-    span, strides, step = math.prod(stored.shape), None, 1
-    for size, stride in zip(reversed(stored.shape), reversed(stored.strides)):
-        if span and size != 1 and stride != step:  # not row-major
-            strides = stored.strides
-        step *= size
-    if strides is not None:
-        span = sum((n - 1) * s for n, s in zip(stored.shape, strides)) + 1
-    pieces = (Piece(file.file.name, stored.offset, span * stored.itemsize, 0),) if span else ()
+    strides = None if stored.is_row_major else stored.strides
+    pieces = (Piece(file.file.name, stored.offset, stored.span * stored.itemsize, 0),) if stored.span else ()
     code = files.dtype_code(file, stored, name)
     tensor = Tensor(name=name, kind=kind, dtype=code, shape=stored.shape, pieces=pieces, strides=strides)
     return covered(tensor, files.path(file))

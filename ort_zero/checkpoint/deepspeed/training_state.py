@@ -136,6 +136,5 @@ class _Values:
         dtype = getattr(torch, stored.dtype)
         if 0 in stored.shape:
             return torch.empty(stored.shape, dtype=dtype)
-        span = sum((size - 1) * stride for size, stride in zip(stored.shape, stored.strides)) + 1
-        data = bytearray(checked_bytes(self._folder, self._file.file, stored, span * stored.itemsize))
+        data = bytearray(checked_bytes(self._folder, self._file.file, stored, stored.span * stored.itemsize))
         return torch.frombuffer(data, dtype=dtype).as_strided(stored.shape, stored.strides).clone()

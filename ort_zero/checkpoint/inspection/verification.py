@@ -116,7 +116,7 @@ def verify(
     else:
         _verify_deepspeed(folder, findings, workers, trust_pickle, tp_split, progress)
     if format_name != "ort_zero" and not findings.problems:
-        _compare_or_seal(folder, findings, seal_it)
+        _compare_or_seal(folder, findings, seal_it, progress)
     if findings.problems and located.by_latest is not None:
         findings.notes.append(f"{manifest.LATEST} names it; {whole_checkpoints_text(located.by_latest, folder)}")
     return VerifyReport(
@@ -203,8 +203,8 @@ def _verify_dcp(folder: Folder, findings: _Findings, workers: int, progress: boo
     """Check every record of every shard, and that the shards cover each tensor once."""
     unchecked: list[str] = []
     try:
-        shards = dcp_verification.shards_of(folder)
         source = open_in(folder)
+        shards = dcp_verification.shards_of(folder, source)
     except CheckpointError as error:
         findings.problems.append(("", str(error)))
         return
@@ -226,10 +226,11 @@ def _verify_dcp(folder: Folder, findings: _Findings, workers: int, progress: boo
         )
 
 
-def _compare_or_seal(folder: Folder, findings: _Findings, seal_it: bool) -> None:
+def _compare_or_seal(folder: Folder, findings: _Findings, seal_it: bool, progress: bool) -> None:
     """Write a seal, or compare all files with the seal that is there."""
     if seal_it:
-        findings.notes.append(f"wrote {seal.seal(folder, findings.names)}")
+        with bar(findings.bytes, "seal", shown=progress) as shown:
+            findings.notes.append(f"wrote {seal.seal(folder, findings.names, shown.update)}")
         return
     try:
         sealed = seal.read_seal(folder) or {}

@@ -46,6 +46,15 @@ class ConfigFile:
     """Folder or URL from which the file was read."""
 
 
+def model_config(folder: Folder) -> object:
+    """Return the content of ``config.json`` beside a checkpoint; None if it is missing or cannot be read."""
+    file = config_files_beside(folder.url, folder.url).get("config.json")
+    try:
+        return None if file is None else json.loads(file.content)
+    except (ValueError, RecursionError):
+        return None
+
+
 def config_files_beside(root: str, src: str) -> dict[str, ConfigFile]:
     """Return the config files in the checkpoint's folder and in its run's folders; of each name the nearest file.
 

@@ -40,6 +40,25 @@ class StoredTensor:
         """Bytes of one element."""
         return dtypes.itemsize_of(self.dtype)
 
+    @property
+    def span(self) -> int:
+        """Elements of the storage from the tensor's first to its last; 0 for a tensor without elements."""
+        if 0 in self.shape:
+            return 0
+        return sum((size - 1) * stride for size, stride in zip(self.shape, self.strides)) + 1
+
+    @property
+    def is_row_major(self) -> bool:
+        """True if the elements lie one after the other, the last axis first, or if there are none."""
+        if 0 in self.shape:
+            return True
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides)):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class StoredStorage:
