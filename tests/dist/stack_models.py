@@ -37,21 +37,6 @@ class Stack(nn.Module):
         return self.last(x)
 
 
-class Grained(Stack):
-    """The blocks are fine-grained, the whole is not."""
-
-    def __init__(self):
-        super().__init__()
-        self.wide = nn.Linear(HIDDEN, 400)
-        self.narrow = nn.Linear(400, HIDDEN)
-
-    def forward(self, x):
-        x = self.narrow(torch.tanh(self.wide(torch.tanh(self.first(x)))))
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
 class Actor(Stack):
     pass
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import base64
 import gc
 import json
@@ -12,7 +11,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -106,11 +104,10 @@ def test_deepspeed_launcher_trains_and_saves_a_checkpoint(tmp_path):
     assert {p.name[:10] for p in (tmp_path / "out" / "step_3").glob("rank_*")} == {"rank_00000", "rank_00001"}
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_torchrun_trains_plain_deepspeed(stage):
+def test_torchrun_trains_plain_deepspeed():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
-               str(free_port()), "examples/train_lm.py", "--deepspeed_config", f"configs/zero{stage}.json"]  # fmt: skip
-    _proof(_run([*command, *SMALL]), stage)
+               str(free_port()), "examples/train_lm.py", "--deepspeed_config", "configs/zero2.json"]  # fmt: skip
+    _proof(_run([*command, *SMALL]), 2)
 
 
 MISTAKE = """
@@ -140,12 +137,11 @@ def test_a_mistake_in_the_section_is_said_last_by_rank_0_alone(tmp_path, launche
         assert said in lines[-2] and lines[-2].strip().startswith("traceback")
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_accelerate_launch_with_the_shipped_yaml(stage):
+def test_accelerate_launch_with_the_shipped_yaml():
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-               f"configs/accelerate_zero{stage}.yaml", "--main_process_port", str(free_port()),
+               "configs/accelerate_zero3.yaml", "--main_process_port", str(free_port()),
                "examples/train_accelerate.py"]  # fmt: skip
-    _proof(_run([*command, *SMALL]), stage)
+    _proof(_run([*command, *SMALL]), 3)
 
 
 def _commands_of_make_train(folder: Path, steps: str | None = None) -> list[str]:
@@ -205,22 +201,6 @@ def test_the_command_of_make_train_prints_a_screenful_and_compares_with_pytorch(
     assert 0 <= float(apart) < 5e-6
     assert float(ratio) == pytest.approx(float(ours) / float(theirs), rel=0.1)
     assert float(its_ratio) == pytest.approx(float(memory) / float(theirs), rel=0.1)
-
-
-@pytest.mark.slow
-def test_what_make_train_writes_at_its_end_has_words_and_phrases_in_it(tmp_path):
-    train, aggregate, sample = _commands_of_make_train(tmp_path)
-    text = _printed_by(train)
-    assert len(re.findall(r"^step +\d+/", text, flags=re.M)) <= 21
-    _printed_by(aggregate)
-    written = ast.literal_eval(re.search(r"^sample: (.*)$", _printed_by(sample), flags=re.M)[1])
-    manual = "\n".join(topics.values())
-    words, known = (re.findall(r"[A-Za-z]+", text) for text in (written, manual))
-    assert len(words) > 20
-    assert sum(word in set(known) for word in words) > 0.8 * len(words), written
-    pairs = list(zip(words, words[1:]))
-    # frequent words drawn at random come to 0.6 at most
-    assert sum(pair in set(zip(known, known[1:])) for pair in pairs) > 0.7 * len(pairs), written
 
 
 def test_every_form_of_config_reaches_the_engine(tmp_path):

@@ -32,8 +32,6 @@ def _launch(launcher: str | None, out: Path, *arguments: str) -> str:
     command = {
         "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port],
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port],
-        "accelerate": [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-                       "configs/accelerate_zero3.yaml", "--main_process_port", port],
     }[launcher]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
     done = subprocess.run(
@@ -91,10 +89,3 @@ def test_a_second_run_resumes_where_the_first_ended(tmp_path, in_pytorch):
     assert len(losses) == 6
     assert losses == pytest.approx(_logged(in_pytorch, "loss"), abs=TOLERANCE)
     assert _logged(tmp_path, "eval_loss")[-1] == pytest.approx(_logged(in_pytorch, "eval_loss")[-1], abs=TOLERANCE)
-
-
-@pytest.mark.slow
-def test_accelerate_launch_resumes_from_the_checkpoint_that_is_named(tmp_path, in_pytorch):
-    _ran(_launch("accelerate", tmp_path, "--steps", "4", "--save-every", "2", "--expect-ort"), 4)
-    _ran(_launch("accelerate", tmp_path, "--steps", "4", "--resume", f"{tmp_path}/checkpoint-2", "--expect-ort"), 2)
-    assert _logged(tmp_path, "loss") == pytest.approx(_logged(in_pytorch, "loss")[:4], abs=TOLERANCE)

@@ -8,13 +8,6 @@ from ort_zero import config
 from ort_zero.errors import ConfigError
 
 
-def test_defaults_run_in_onnxruntime_and_warn_of_fallbacks():
-    parsed = config.parse({})
-    assert parsed.enabled and parsed.engine() == "compile" and parsed.fallback == "warn"
-    assert parsed.exclude == [] and parsed.save_onnx is None
-    assert parsed.statistics.enabled is False and parsed.memory.recompute == "off"
-
-
 def test_no_section_and_disabled_section_give_none():
     assert config.section_of({"train_batch_size": 4}) is None
     assert config.section_of({"ort_zero": {"enabled": False}}) is None
@@ -53,13 +46,6 @@ def test_a_right_key_in_a_wrong_place_is_answered_with_its_path(section, answers
     with pytest.raises(ConfigError) as error:
         config.parse(section)
     assert all(answer in str(error.value) for answer in answers), str(error.value)
-
-
-@pytest.mark.seconds
-def test_wrap_gives_the_answer_of_the_section():
-    wrap = pytest.importorskip("ort_zero.plugin.wrap").wrap
-    with pytest.raises(ConfigError, match=r'did you mean "compile\.place", that is "compile": {"place": "ort"}'):
-        wrap(None, place="ort")
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from ort_zero.compat import deepspeed_hook_shapes, deepspeed_hooks, versions
 from ort_zero.errors import PatchError
-from ort_zero.utils.tree_map import map_slots
 
 KNOWN = """
 def _register_deepspeed_module(self, module, count=[0]):
@@ -141,10 +139,3 @@ def test_another_setup_and_another_era_are_refused():
         deepspeed_hooks.probe(_register_deepspeed_module)
     with pytest.raises(PatchError, match="no Python function"):
         deepspeed_hooks.probe(len)
-
-
-def test_map_slots_keeps_containers_and_replaces_tensors():
-    old, new = torch.zeros(1), torch.ones(1)
-    assert map_slots(lambda slot, tensor: new, [old, (old, 1), {"a": old}]) == [new, (new, 1), {"a": new}]
-    values = (old, [1, 2])
-    assert map_slots(lambda slot, tensor: None, values) is values

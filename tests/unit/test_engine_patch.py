@@ -76,13 +76,6 @@ def test_a_new_argument_of_save_checkpoint_reaches_deepspeed_without_a_section(e
     assert not called
 
 
-def test_a_new_argument_of_save_checkpoint_reaches_deepspeed_with_a_section_that_leaves_its_format(engine, called):
-    give_section(engine, checkpoint={"sharded": False})
-    found = engine.save_checkpoint("first", "folder", tag="tag", new_last=8)
-    assert found == ("deepspeed", "first", "folder", "tag", {}, True, False, 8)
-    assert not called
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_sharded_saving_takes_its_arguments_by_name(engine, called, asynchronous):
     give_section(engine, checkpoint={"async_save": asynchronous})
@@ -95,13 +88,6 @@ def test_sharded_saving_takes_its_arguments_by_name(engine, called, asynchronous
         ((engine, "folder", "tag", asynchronous), first),
         ((engine, "other", None, asynchronous), second),
     ]
-
-
-def test_a_wrong_argument_of_save_checkpoint_raises_as_without_the_patch(engine, called):
-    give_section(engine)
-    with pytest.raises(TypeError, match="unknown"):
-        engine.save_checkpoint("first", "folder", unknown=1)
-    assert not called
 
 
 def test_load_checkpoint_follows_the_folder_and_a_new_argument_reaches_deepspeed(engine, called, monkeypatch):

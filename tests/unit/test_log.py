@@ -186,31 +186,10 @@ def status(settled=True, **changes):
             "compiled": compiled, **changes}  # fmt: skip
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_table_is_the_golden_one(width):
-    text = summary.table(status(), config.Config(), VERSIONS, PLANS, width=width)
-    assert text.isascii() and max(map(len, text.splitlines())) <= width
-    assert text + "\n" == (GOLDEN / f"summary_{width}.txt").read_text()
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_columns_are_aligned(width):
-    lines = summary.table(status(), config.Config(), VERSIONS, width=width, boxes=True).splitlines()
-    first = lines[0].index("│")
-    assert all(line[first] == "│" for line in lines if not line.startswith("─") and len(line) > first)
-    assert all(len(line) <= width for line in lines)
-    (rule,) = [line for line in lines if line.startswith("─")]
-    assert rule[first] == "┼" and set(rule) == {"─", "┼"}
-
-
-def test_each_feature_says_on_or_off():
-    section = config.parse({"checkpoint": {"async_save": True}})
-    kept = {"aten.sort": "no ONNX form", "aten.topk": "no ONNX form"}
-    text = summary.table(status(in_torch=kept), section, VERSIONS, width=100)
-    states = {line.split("|")[0].strip(): line.split("|")[1].strip() for line in text.splitlines() if "|" in line}
-    assert states["ONNX Runtime"] == states["asynchronous saving"] == "on" and states["statistics"] == "off"
-    assert states["run by PyTorch"] == "aten.sort and 1 more" and "asynchronous_saving" not in text
-    assert "checkpoint.async_save: false" in text
+def test_the_table_is_the_golden_one():
+    text = summary.table(status(), config.Config(), VERSIONS, PLANS, width=80)
+    assert text.isascii() and max(map(len, text.splitlines())) <= 80
+    assert text + "\n" == (GOLDEN / "summary_80.txt").read_text()
 
 
 def test_units_that_stay_in_pytorch_are_shown_with_the_reason():
@@ -218,11 +197,6 @@ def test_units_that_stay_in_pytorch_are_shown_with_the_reason():
     text = summary.table(status(failures=failures), config.Config(), VERSIONS, width=100)
     assert "| ExportError: a size in a sort" in [line for line in text.splitlines() if line.startswith("  h.1")][0]
     assert "  segment segment_1f" in text
-
-
-def test_without_onnx_runtime_there_is_a_table_as_well():
-    text = summary.table(None, config.parse({"backend": "torch"}), VERSIONS)
-    assert 'backend: "auto"' in text and "sharded checkpoints" in text and "segments" not in text
 
 
 class Terminal(io.StringIO):
@@ -287,23 +261,11 @@ def test_a_share_is_shown_once_it_is_settled(monkeypatch):
     assert len(text.splitlines()) == 1
 
 
-def test_a_model_without_an_engine_has_no_rows_of_checkpoints():
-    text = summary.table(status(), config.Config(), VERSIONS, in_engine=False)
-    assert "checkpoints" not in text and "asynchronous" not in text and "statistics" in text
-
-
 def test_box_characters_are_for_terminals_only(monkeypatch):
     assert "│" in told(monkeypatch, Terminal(True)) and told(monkeypatch, Terminal(False)).isascii()
     latin = Terminal(True)
     latin.encoding = "iso-8859-1"
     assert told(monkeypatch, latin).isascii()
-
-
-def test_it_is_as_wide_as_the_terminal(monkeypatch):
-    for columns in (60, 80, 100):
-        lines = told(monkeypatch, Terminal(True), columns=str(columns)).splitlines()
-        assert columns - 25 < max(map(len, lines)) <= columns
-    assert "FastGelu+ 8 of 8" in "\n".join(lines)
 
 
 def test_it_is_for_rank_0_from_info_on(monkeypatch):

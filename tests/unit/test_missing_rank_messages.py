@@ -79,14 +79,6 @@ def test_a_process_of_this_host_that_is_gone_is_named_at_once(module, store):
     assert "is gone" in store.get("ort_zero/ranks/failed/0").decode()
 
 
-def test_a_process_may_end_a_moment_after_its_connections(module, store, monkeypatch):
-    monkeypatch.setattr(module, "SECONDS", 5.0)
-    process = subprocess.Popen(["sleep", "0.3"])
-    store.set("ort_zero/ranks/at/1", f"{HERE} {process.pid}")
-    assert module.missing_ranks() == f"a collective failed: rank 1 ({HERE}, process {process.pid}) is gone"
-    process.wait()
-
-
 def test_a_rank_that_has_said_why_it_ended_is_quoted(module, store):
     store.set("ort_zero/ranks/at/1", f"{HERE} {ended()}")
     store.set("ort_zero/ranks/error/1", "MemoryError: no message")
@@ -101,13 +93,6 @@ def test_ranks_of_other_hosts_say_what_they_see(module, store):
     assert module.missing_ranks() == (
         "a collective failed: rank 2 (far, process 12) says: rank 3 (far, process 13) is gone"
     )
-
-
-def test_silent_ranks_of_other_hosts_are_named(module, store):
-    store.set("ort_zero/ranks/failed/2", "")
-    assert "nothing was heard of rank 3 (far, process 13)" in module.missing_ranks()
-    store.set("ort_zero/ranks/failed/3", "")
-    assert "no rank is known to be gone" in module.missing_ranks()
 
 
 def test_a_store_that_does_not_answer_is_named(module, store, silent, monkeypatch):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import configparser
 import contextlib
 import re
-import subprocess
 import sys
-from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
 
@@ -180,35 +178,6 @@ def test_citation_and_changelog_have_the_version_and_one_date():
     assert str(citation["version"]) == ort_zero.__version__
 
 
-def test_an_issue_asks_for_the_report_that_doctor_prints():
-    import yaml
-
-    from ort_zero.cli.main import make_parser
-
-    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
-    (label,) = [part["attributes"]["label"] for part in form["body"] if part.get("id") == "report"]
-    command = re.search(r"`ort-zero (.+)`", label)[1]
-    assert make_parser().parse_args(command.split()).report == "DS.json"
-
-
-def test_tests_are_collected_from_every_folder(setup_cfg):
-    left_out = setup_cfg["tool:pytest"]["norecursedirs"].split()
-    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
-    assert not {part for folder in folders for part in folder.parts if any(fnmatch(part, each) for each in left_out)}
-
-
-def test_make_test_fast_collects_what_imports_no_torch():
-    code = (
-        "import sys, pytest\n"
-        "code = pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider', '--without-torch', 'tests/unit'])\n"
-        "sys.exit(code or 'torch' in sys.modules and 'torch was imported')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    collected = set(re.findall(r"^tests/unit/(test_\w+\.py)::", done.stdout, re.M))
-    assert {"test_config.py", "test_imports.py", "test_utils.py"} <= collected and len(collected) > 15
-
-
 def test_the_tests_of_the_matrix_are_there():
     from steps import STEPS
 
@@ -218,17 +187,3 @@ def test_the_tests_of_the_matrix_are_there():
             function = name.partition("[")[0]
             path = ROOT / file
             assert path.exists() and (not function or f"\ndef {function}" in path.read_text()), test
-
-
-def test_a_failure_of_plain_deepspeed_is_told_from_one_of_ours():
-    from matrix import fails_plainly
-
-    stages = {"1": {"error": "RuntimeError: a view is modified", "function": "all_gather_dp_groups"}, "3": None}
-    raised = 'File "deepspeed/runtime/utils.py", line 9, in {}\nRuntimeError: a view is modified'
-    assert fails_plainly(raised.format("all_gather_dp_groups"), stages)
-    assert not fails_plainly(raised.format("step"), stages)
-    assert fails_plainly("    def all_gather_dp_groups(x):\nE   RuntimeError: a view is modified", stages)
-    assert fails_plainly("E   AssertionError: tied, rank 0: tied in torch:\nE     Traceback (most", {})
-    assert not fails_plainly("E   AssertionError: tied, rank 0: tied in ort:\nE     Traceback (most", {})
-    assert not fails_plainly("in all_gather_dp_groups\nValueError: another", stages)
-    assert not fails_plainly(raised.format("all_gather_dp_groups"), {"1": None})

@@ -159,22 +159,6 @@ def test_items_of_a_dict_are_replaced_added_and_brought_back(victim):
     assert table == before and table["old"] is before["old"]
 
 
-def test_a_new_attribute_is_removed_again(victim):
-    before = state(victim)
-    wanted = entries("new_name", "Victim.new_name", may_be_new=True)
-    wanted.apply()
-    assert victim.new_name is victim.Victim.new_name is ModuleType
-    wanted.restore()
-    assert same(state(victim), before)
-
-
-@pytest.mark.parametrize(("target", "replacement"), [("TABLE[old]", lambda: None), ("function", ModuleType("other"))])
-def test_items_and_modules_carry_no_marks(victim, target, replacement):
-    before = dict(vars(replacement))
-    PatchSet("test", (Patch(target=f"{NAME}:{target}", build=lambda _: replacement, why="test"),)).apply()
-    assert replacement in (victim.TABLE["old"], victim.function) and vars(replacement) == before
-
-
 def test_an_item_that_a_stranger_replaced_later_is_not_brought_back(victim):
     wanted = entries("TABLE[old]", "Victim.new_name", may_be_new=True)
     wanted.apply()

@@ -57,16 +57,6 @@ def test_bytes_are_scaled_and_counted_from_threads(monkeypatch):
     assert "8.0/8.0 MiB" in seen.getvalue()
 
 
-def test_a_bar_appears_after_a_while_with_a_clock_that_goes_on(monkeypatch):
-    seen = terminal(monkeypatch)
-    with bar(4, "compiling Block, unit", "unit", done=3, delay=0.3):
-        assert seen.getvalue() == ""
-        monkeypatch.setattr("sys.stderr", io.StringIO())  # as an export does
-        time.sleep(2)
-    text = seen.getvalue()
-    assert "compiling Block, unit" in text and "3/4" in text and "0:00:01" in text and text.endswith(ERASED)
-
-
 @pytest.mark.parametrize(("stream", "shown"), [(Terminal(), False), (io.StringIO(), True)], ids=["unwanted", "file"])
 def test_nothing_is_written_and_no_thread_started_where_nobody_looks(monkeypatch, stream, shown):
     monkeypatch.setattr("sys.stderr", stream)
@@ -76,14 +66,6 @@ def test_nothing_is_written_and_no_thread_started_where_nobody_looks(monkeypatch
         quiet.update()
         assert quiet.n == 2 and set(threading.enumerate()) <= before
     assert stream.getvalue() == ""
-
-
-def test_short_work_shows_nothing_and_leaves_no_thread(monkeypatch):
-    seen, before = terminal(monkeypatch), set(threading.enumerate())
-    with bar(2, "building", "step", delay=100):
-        (started,) = set(threading.enumerate()) - before
-    started.join(5)
-    assert not started.is_alive() and seen.getvalue() == ""
 
 
 IMPORTS = """

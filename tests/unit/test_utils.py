@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from ort_zero import env
-from ort_zero.utils import atomic_write, tables
-from ort_zero.utils.sizes import binary_size, decimal_size, parse_size, size_in
-from ort_zero.utils.text import shortened
+from ort_zero.utils import atomic_write
+from ort_zero.utils.sizes import binary_size, decimal_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -42,21 +41,6 @@ def test_bare_letters_are_powers_of_1024_where_they_are_allowed():
 )  # fmt: skip
 def test_readable_sizes(shown, size, text):
     assert shown(size) == text
-
-
-def test_a_size_in_a_given_unit():
-    assert [size_in(1536, "KiB"), size_in(25 * 10**8, "GB", 3)] == ["1.5 KiB", "2.500 GB"]
-
-
-def test_a_table_is_as_wide_as_its_cells():
-    lines = tables.aligned([("name", "n"), ("a", "100"), ("", "2")], right={1}, separator=" | ")
-    assert lines == ["name |   n", "a    | 100", "     |   2"]
-
-
-def test_the_first_names_and_how_many_more():
-    assert [shortened("ab"), shortened("abcde"), shortened("abc", 1), shortened("a", 1, 4), shortened("")] == [
-        "a, b", "a, b, c and 2 more", "a and 2 more", "a and 3 more", "",
-    ]  # fmt: skip
 
 
 def test_the_cores_are_those_that_this_process_may_use(monkeypatch):

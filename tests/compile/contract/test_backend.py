@@ -171,18 +171,58 @@ def test_autocast_to_bfloat16():
     ran(backend)
 
 
-def test_weights_in_bfloat16():
-    x = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
-    ran(assert_same(Layer(64).bfloat16(), x, grad=True, tolerance=3e-2))
+def _changed(x, y):
+    x.add_(y).mul_(2)
+    y[1:] = x[:-1]
+    return (x * y).sum(-1)
 
 
-def test_inputs_that_are_changed_in_place():
-    def changed(x, y):
-        x.add_(y).mul_(2)
-        y[1:] = x[:-1]
-        return (x * y).sum(-1)
+def _mixed(ids, mask, table):
+    chosen = table[ids] * mask.unsqueeze(-1)
+    count = mask.sum(-1)
+    return chosen.sum(1), count, (ids > 3) & mask, ids * 2 + 1, count.to(torch.int32)
 
-    ran(assert_same(changed, torch.randn(4, 3), torch.randn(4, 3)))
+
+def _broken(x):
+    y = torch.tanh(x) * 2
+    if y.sum() > 0:
+        y = y + 1
+    return y[y > 0].sum() * y.mean()
+
+
+def _leaf(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*size, dtype=dtype, requires_grad=True)
+
+
+CASES: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], tuple[torch.Tensor, ...]], float | None]] = {
+    "changed in place": (lambda: _changed, lambda: (torch.randn(4, 3), torch.randn(4, 3)), None),
+    "integers and booleans": (
+        lambda: _mixed,
+        lambda: (torch.randint(0, 9, (3, 5)), torch.rand(3, 5) > 0.4, torch.randn(9, 4)),
+        None,
+    ),
+    "a graph break": (lambda: _broken, lambda: (torch.rand(4, 4),), None),
+    "no dimensions": (
+        lambda: lambda a, b: torch.tanh(a * 3 + b) - a.exp(),
+        lambda: (torch.tensor(0.5, requires_grad=True), torch.tensor(2.0, requires_grad=True)),
+        None,
+    ),
+    "not contiguous": (
+        lambda: lambda a, b, c: F.gelu(a * b + c) @ c.t(),
+        lambda: (torch.randn(8, 5).t(), torch.randn(5, 16)[:, ::2], torch.randn(1, 8).expand(5, 8)),
+        None,
+    ),
+    "float64": (lambda: Layer().double(), lambda: (_leaf(5, 8, dtype=torch.float64),), 1e-12),
+    "bfloat16": (lambda: Layer(64).bfloat16(), lambda: (_leaf(5, 64, dtype=torch.bfloat16),), 3e-2),
+}
+"""Functions, their inputs, and the tolerance where it is not that of torch."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients_are_those_of_pytorch(name):
+    make, inputs_of, tolerance = CASES[name]
+    inputs = inputs_of()
+    ran(assert_same(make(), *inputs, grad=inputs[0].requires_grad, tolerance=tolerance))
 
 
 def test_views_as_results():
@@ -198,21 +238,6 @@ def test_views_as_results():
     assert alias.data_ptr() == x.data_ptr() and same is x
 
 
-def test_integers_and_booleans():
-    def mixed(ids, mask, table):
-        chosen = table[ids] * mask.unsqueeze(-1)
-        count = mask.sum(-1)
-        return chosen.sum(1), count, (ids > 3) & mask, ids * 2 + 1, count.to(torch.int32)
-
-    ids, mask = torch.randint(0, 9, (3, 5)), torch.rand(3, 5) > 0.4
-    ran(assert_same(mixed, ids, mask, torch.randn(9, 4)))
-
-
-def test_float64():
-    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
-    ran(assert_same(Layer().double(), x, grad=True, tolerance=1e-12))
-
-
 def test_empty_tensors():
     layer = Layer()
     call, backend = compiled(layer, dynamic=True)
@@ -225,19 +250,6 @@ def test_empty_tensors():
     ran(backend)
     assert_same(lambda x, y: torch.cat((x, y)) * 2, torch.empty(0, 3), torch.randn(2, 3))
     assert_same(lambda x: (x.sum(), x.mean(-1), x @ x.t()), torch.empty(0, 3))
-
-
-def test_tensors_without_dimensions():
-    scale = torch.tensor(0.5, requires_grad=True)
-    shift = torch.tensor(2.0, requires_grad=True)
-    ran(assert_same(lambda a, b: torch.tanh(a * 3 + b) - a.exp(), scale, shift, grad=True))
-
-
-def test_inputs_that_are_not_contiguous():
-    x = torch.randn(8, 5).t()
-    wide = torch.randn(5, 16)[:, ::2]
-    spread = torch.randn(1, 8).expand(5, 8)
-    ran(assert_same(lambda a, b, c: F.gelu(a * b + c) @ c.t(), x, wide, spread))
 
 
 def test_channels_last():
@@ -311,32 +323,6 @@ def test_the_largest_of_values_that_are_computed_again_has_a_gradient(reduce):
         return reduce(checkpoint(lambda a: torch.tanh(a) * a * 1.7, x, use_reentrant=False))
 
     ran(assert_same(function, torch.randn(5, 63, requires_grad=True), grad=True))
-
-
-def test_random_numbers_are_those_of_eager_pytorch():
-    def noisy(x):
-        return F.dropout(torch.tanh(x), 0.5) * 3 + torch.rand_like(x)
-
-    x = torch.randn(6, 6)
-    call, backend = compiled(noisy)
-    results = []
-    for function in (call, noisy):
-        torch.manual_seed(3)
-        results.append(function(x))
-    torch.testing.assert_close(*results)
-    ran(backend)
-
-
-def test_graph_breaks_and_values_from_data():
-    def broken(x):
-        y = torch.tanh(x) * 2
-        if y.sum() > 0:
-            y = y + 1
-        return y[y > 0].sum() * y.mean()
-
-    for sign in (1, -1):
-        torch._dynamo.reset()
-        assert_same(broken, sign * torch.rand(4, 4), grad=False)
 
 
 def test_a_session_that_fails_in_a_later_run_leaves_its_segment_to_pytorch(monkeypatch, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import subprocess
 import sys
 import types
@@ -12,13 +11,11 @@ import weakref
 
 import pytest
 import torch
-from models import Batches, build
-from stack_models import HIDDEN, IN, Block, Stack
+from stack_models import IN, Block, Stack
 from torch import nn
 
 import ort_zero
 from ort_zero.compile import sessions
-from ort_zero.errors import ConfigError
 
 SECTION = {"backend": "compile", "compile": {"place": "ort"}}
 
@@ -57,45 +54,6 @@ def test_class_names_and_results_stay():
     plain.load_state_dict(model.state_dict())
 
 
-class Scaled(Block):
-    """Calls its parent's forward, which calls a method that a subclass has replaced."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((HIDDEN,), 0.5))
-
-    def forward(self, x):
-        return super().forward(self.prepared(x)) * self.scale
-
-    def prepared(self, x):
-        return x + 1
-
-
-class Shifted(Scaled):
-    def prepared(self, x):
-        return super().prepared(x) * 2
-
-
-class Inherited(Stack):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Scaled(), Scaled(), Shifted()])
-
-    def forward(self, x):
-        return super().forward(x) + 1
-
-
-def test_super_in_forwards():
-    plain, model, x = stack(Inherited)
-    ours, theirs = model(x), plain(x)
-    torch.testing.assert_close(ours, theirs)
-    ours.sum().backward()
-    theirs.sum().backward()
-    for mine, other in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(mine.grad, other.grad)
-    assert status_of(model)["failures"] == {}
-
-
 def test_a_copy_runs_with_its_own_weights():
     plain, model, x = stack()
     before = model(x)
@@ -112,41 +70,17 @@ def test_a_copy_runs_with_its_own_weights():
 
 
 def test_a_pickle_is_loaded_without_ort_zero(tmp_path):
-    model = wrapped(build("gpt2_sdpa"))
-    loss = Batches("gpt2_sdpa", 0).loss(model, 0)
-    loss.backward()
+    model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+    model(torch.ones(3, 4)).sum().backward()
     torch.save(model, tmp_path / "model.pt")
     code = (
         "import sys, torch; model = torch.load(sys.argv[1], weights_only=False); "
-        "print(model(torch.arange(8)[None]).logits.shape); assert 'ort_zero.compile' not in sys.modules"
+        "print(model(torch.ones(3, 4)).shape); assert 'ort_zero.compile' not in sys.modules"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "model.pt")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "torch.Size([1, 8, 211])" in done.stdout
-
-
-def test_a_pickle_trains_in_this_process():
-    plain, model, x = stack()
-    model(x).sum().backward()
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    loaded = wrapped(torch.load(buffer, weights_only=False))
-    torch.testing.assert_close(loaded(x), plain(x))
-    assert status_of(loaded)["graph_runs"]["forward"] == 5
-
-
-def test_save_pretrained_and_generate(tmp_path):
-    plain, model = build("gpt2_sdpa"), wrapped(build("gpt2_sdpa"))
-    Batches("gpt2_sdpa", 0).loss(model, 0).backward()
-    model.save_pretrained(tmp_path)
-    loaded = type(plain).from_pretrained(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), plain.parameters()))
-    arguments = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
-    ids = torch.arange(6).reshape(2, 3)
-    texts = [each.eval().generate(ids, attention_mask=torch.ones_like(ids), **arguments) for each in (plain, model)]
-    assert torch.equal(*texts)
+    assert "torch.Size([3, 2])" in done.stdout
 
 
 def test_a_model_is_freed_before_and_after_its_first_step():
@@ -165,11 +99,6 @@ def test_a_model_is_freed_before_and_after_its_first_step():
         # the last line of a script reads what the model did
         assert models[0]["module"] == "Stack" and len(models[0]["units"]) == len(models[0]["unit_classes"]) > 1
         assert models[0]["graph_runs"] == ({"forward": 10, "backward": 10} if steps else {})
-
-
-def test_an_unknown_module_to_exclude_is_refused():
-    with pytest.raises(ConfigError, match="matches no module"):
-        ort_zero.wrap(Stack(), exclude=["nowhere.*"], **SECTION)
 
 
 def test_what_is_excluded_runs_in_pytorch():

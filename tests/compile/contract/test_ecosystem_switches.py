@@ -70,24 +70,3 @@ def test_trainer_with_torch_compile_backend(tmp_path: Path):
     )
     assert report["backend"] == "onnxruntime"
     assert report["graph_runs"]["forward"] >= 3 and report["graph_runs"]["backward"] >= 3
-
-
-def test_torch_compile_by_name_with_options(tmp_path: Path):
-    report = run(
-        """
-        import torch
-        model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
-        compiled = torch.compile(model, backend="ort_zero", options={"place": "ort"})
-        x = torch.randn(4, 8)
-        assert torch.allclose(compiled(x), model(x), atol=1e-6)
-        compiled(x).sum().backward()
-        try:
-            torch.compile(model, backend="ort_zero", options={"plaec": "ort"})(x)
-        except Exception as error:
-            assert "unknown option of the backend ort_zero: plaec" in str(error), error
-        else:
-            raise AssertionError("a misspelt option was taken")
-        """,
-        tmp_path,
-    )
-    assert report["backend"] == "onnxruntime"

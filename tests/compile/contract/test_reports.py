@@ -19,7 +19,6 @@ import ort_zero
 from ort_zero.compile.conversion import registry
 from ort_zero.compile.engine import CompileEngine
 from ort_zero.compile.settings import Settings
-from ort_zero.errors import ConfigError
 from ort_zero.plugin import compile_progress
 
 SCRIPT = """
@@ -109,11 +108,6 @@ def test_explain_ends_in_what_a_user_can_set(tmp_path: Path):
     assert not any(word in done.stdout for word in ("ort_zero/", "a conversion would", "Explanation", "Hint"))
 
 
-def test_explain_says_what_hinders_it(tmp_path: Path):
-    done = command(tmp_path, "explain", "missing.py")
-    assert done.returncode == 2 and done.stderr.startswith("ort-zero explain: the script missing.py does not exist")
-
-
 def test_profile_divides_a_compiled_step(tmp_path: Path):
     wrapped = 'ort_zero.wrap(Net(), backend="compile", compile={"place": "ort"})'
     alone = SCRIPT.replace(wrapped, 'torch.compile(Net(), backend="aot_eager")')
@@ -185,40 +179,6 @@ def test_models_of_segments_are_saved(tmp_path: Path):
     model = onnx.load(file)
     onnx.checker.check_model(model)
     assert [node.op_type for node in model.graph.node] == ["Tanh", "Mul"]
-
-
-@pytest.mark.parametrize(
-    "section, message",
-    [
-        ({"ortmodule": {"fuse_loss": "on"}}, "ort_zero.ortmodule.fuse_loss: unknown key"),
-        ({"memory": {"recompute": "Gelu+:1:2"}}, "memory.recompute: a plan belongs to onnxruntime-training"),
-        ({"compile": {"plaec": "ort"}}, 'did you mean "place"'),
-        ({"exclude": ["nothing.*"]}, "matches no module"),
-    ],
-)
-def test_foreign_and_misspelt_keys_are_refused(section: dict, message: str):
-    with pytest.raises(ConfigError, match=message.replace(".", r"\.").replace("*", r"\*")):
-        ort_zero.wrap(torch.nn.Linear(2, 2), backend="compile", **section)
-
-
-def test_an_excluded_submodule_runs_in_pytorch_within_its_unit():
-    class Block(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = torch.nn.Linear(4, 4)
-            self.second = torch.nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(torch.tanh(self.first(x)))
-
-    model = torch.nn.Sequential(Block(), Block())
-    wanted = model(torch.ones(2, 4))
-    model = ort_zero.wrap(model, backend="compile", compile={"place": "ort"}, exclude=["*.second"], log_level="ERROR")
-    result = model(torch.ones(2, 4))
-    torch.testing.assert_close(result, wanted)
-    result.sum().backward()
-    status = ort_zero.status()["models"][-1]
-    assert set(status["in_torch"].values()) == {"excluded"} and status["backend"] == "onnxruntime"
 
 
 def test_explain_tells_of_a_script_that_fails(tmp_path: Path):

@@ -18,8 +18,6 @@ import ort_zero
 from ort_zero.compile import dynamo_backend
 from ort_zero.compile.conversion import registry
 from ort_zero.compile.conversion.fragments import Builder, Value
-from ort_zero.config import parse
-from ort_zero.errors import ConfigError
 from ort_zero.placement import trial
 from ort_zero.placement.agreement import agreement
 
@@ -144,10 +142,3 @@ def test_a_right_form_stays_and_a_check_changes_nothing(monkeypatch):
     for others in (sampled, always):
         torch.testing.assert_close(off[:2], others[:2], rtol=0, atol=0)
         assert off[2] == others[2]
-
-
-def test_the_error_for_a_value_that_is_gone_names_the_default():
-    with pytest.raises(ConfigError, match="'sampled', 'always' or 'off'"):
-        parse({"enabled": True, "compile": {"verify": "first"}})
-    with pytest.raises(Exception, match="'sampled', 'always' or 'off'"):
-        torch.compile(nn.Linear(2, 2), backend="ort_zero", options={"verify": "first"})(torch.ones(1, 2))

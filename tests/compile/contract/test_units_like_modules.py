@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,11 +116,11 @@ def test_a_parameter_has_a_gradient_exactly_when_it_has_one_in_pytorch(is_compil
         for layer in ours.layers:
             layer.compile(backend="ort_zero")
     optimizers = [torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1) for model in (plain, ours)]
-    for name in [*LOSSES, "main", "first head"]:
+    for number, name in enumerate([*LOSSES, "main", "first head"]):
         gradients = []
         for model, optimizer in zip((plain, ours), optimizers):
             optimizer.zero_grad()
-            x = batch().requires_grad_()
+            x = batch()[: 4 - number % 3].requires_grad_()
             LOSSES[name](model(x)).backward()
             gradients.append({n: p.grad for n, p in model.named_parameters()} | {"input": x.grad})
             optimizer.step()
@@ -132,18 +131,6 @@ def test_a_parameter_has_a_gradient_exactly_when_it_has_one_in_pytorch(is_compil
             assert {"layers.0.main.weight", "layers.1.aux.weight", "layers.0.unused.weight"} <= without[0]
     assert_close(ours.state_dict(), plain.state_dict())
     assert backwards(ours) >= 12
-
-
-def test_sizes_that_change_and_gradients_that_are_missing():
-    plain, ours = pair(AuxiliaryHeads)
-    for rows, name in ((4, "all"), (6, "main"), (3, "second head"), (5, "first head"), (5, "all")):
-        gradients = []
-        for model in (plain, ours):
-            model.zero_grad()
-            LOSSES[name](model(torch.ones(rows, WIDTH))).backward()
-            gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-        assert gradients[0].keys() == gradients[1].keys()
-        assert_close(*gradients)
 
 
 def test_hooks_on_gradients_and_accumulation_see_what_they_see_in_pytorch():
@@ -305,6 +292,12 @@ def _vmapped_gradients(model: nn.Module) -> Any:
     return torch.func.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0])(torch.randn(3, 4, WIDTH))
 
 
+def _functions(model: nn.Module) -> Any:
+    with NotingFunctions() as mode:
+        y = model(batch())
+    return y, [name for name in mode.seen if name in ("linear", "relu")]
+
+
 def _traced(model: nn.Module) -> Any:
     traced: Any = torch.jit.trace(model, (batch(),))
     return traced(2 * batch())
@@ -339,6 +332,7 @@ APART: dict[str, Callable[[nn.Module], Any]] = {
     "fake tensors": _faked,
     "a fake argument": _fake_argument,
     "dispatch mode": _noted,
+    "function mode": _functions,
     "FlopCounterMode": _counted,
     "vectorized jacobian": lambda model: torch.autograd.functional.jacobian(model, batch(), vectorize=True),
     "is_grads_batched": _batched_gradients,
@@ -353,18 +347,16 @@ APART: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("is_warm", [True, False])
-def test_whoever_takes_a_model_apart_gets_the_users_own(is_warm):
+def test_whoever_takes_a_model_apart_gets_the_users_own():
     plain, ours = pair(blocks)
+    ours(batch()).sum().backward()
     for name, apart in APART.items():
-        if is_warm:
-            ours(batch()).sum().backward()
         results = []
         for model in (plain, ours):
             torch.manual_seed(3)
             results.append(apart(model))
         if isinstance(results[0], tuple) and isinstance(results[0][-1], list):
-            assert results[0][1] == results[1][1], name
+            assert results[0][1] == results[1][1] != [], name
             results = [each[0] for each in results]
         try:
             torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
@@ -373,37 +365,6 @@ def test_whoever_takes_a_model_apart_gets_the_users_own(is_warm):
         ours(batch()).sum().backward()
         units = ort_zero.status()["models"][-1]
         assert units["units"] == ["0", "1", "2"] and not units["failures"], name
-
-
-def test_a_vectorized_hessian_is_that_of_pytorch():
-    models = pair(blocks)
-    hessians = [
-        torch.autograd.functional.hessian(lambda x: model(x).square().sum(), batch()[:1], vectorize=True)
-        for model in models
-    ]
-    assert_close(hessians[1], hessians[0])
-    assert "differentiated" in ort_zero.status()["models"][-1]["fallback_reason"]
-
-
-def test_torch_onnx_exports_the_users_own(tmp_path):
-    onnx = pytest.importorskip("onnx")
-    nodes = []
-    for index, model in enumerate(pair(blocks)):
-        model(batch()).sum().backward()
-        path = str(tmp_path / f"{index}.onnx")
-        torch.onnx.export(model, (batch(),), path, dynamo=False)
-        nodes.append([node.op_type for node in onnx.load(path).graph.node])
-    assert nodes[0] == nodes[1] and nodes[0]
-
-
-def test_a_mode_of_torch_functions_sees_each_function():
-    seen = []
-    for model in pair(blocks):
-        model(batch())
-        with NotingFunctions() as mode:
-            model(batch())
-        seen.append([name for name in mode.seen if name in ("linear", "relu")])
-    assert seen[0] == seen[1] and len(seen[0]) == 9
 
 
 def test_unwrap_gives_every_unit_its_forward_back():
@@ -443,29 +404,6 @@ def test_results_that_are_leaves_lead_to_their_gradients():
             gradients.append([each.grad for each in (x, *model.parameters())])
         assert [each is None for each in gradients[0]] == [each is None for each in gradients[1]]
         assert_close(*([each for each in of if each is not None] for of in gradients))
-
-
-class Lazy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.LazyLinear(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.second(torch.relu(self.first(x)))
-
-
-def test_a_model_with_lazy_modules_is_wrapped():
-    results = []
-    for is_wrapped in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(Lazy(), Lazy())
-        model = wrapped(model) if is_wrapped else model
-        torch.manual_seed(1)
-        for _ in range(2):
-            y = model(batch())
-        y.sum().backward()
-        results.append([y.detach(), *(parameter.grad for parameter in model.parameters())])
-    assert_close(results[1], results[0])
 
 
 class Tagged(torch.Tensor):
@@ -542,51 +480,6 @@ def test_a_shallow_copy_keeps_its_own_mode_and_hooks():
 # -- calls without gradients -------------------------------------------------------------------------------------------
 
 
-class Cache:
-    def __init__(self):
-        self.states: list[torch.Tensor] = []
-
-
-class Cached(Block):
-    def forward(self, x, cache=None):
-        if cache is not None:
-            cache.states.append(x)
-            x = x + torch.cat(cache.states).mean(0)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("place", ["ort", "measured"])
-@pytest.mark.parametrize("is_training", [True, False])
-def test_generation_makes_no_graphs(place, is_training):
-    model = wrapped(nn.Sequential(*(Cached() for _ in range(2))), place=place)
-    for _ in range(2):
-        model(batch()).sum().backward()
-    before = ort_zero.status()["models"][-1]["compiled"]["graphs"]
-    model.train(is_training)
-    with torch.no_grad():
-        for _ in range(2):
-            caches = Cache(), Cache()
-            for _ in range(6):
-                x = batch()[:1]
-                for layer, cache in zip(model, caches):
-                    x = layer(x, cache=cache)
-    assert ort_zero.status()["models"][-1]["compiled"]["graphs"] == before
-    model.train()
-    model(batch()).sum().backward()
-    assert backwards(model) == 6 and not ort_zero.status()["models"][-1]["failures"]
-
-
-def test_sizes_that_keep_changing_without_gradients_make_no_graphs():
-    plain, ours = pair(blocks)
-    ours(batch()).sum().backward()
-    graphs = []
-    with torch.no_grad():
-        for rows in range(2, 9):
-            assert_close(ours(torch.ones(rows, WIDTH)), plain(torch.ones(rows, WIDTH)))
-            graphs.append(ort_zero.status()["models"][-1]["compiled"]["graphs"])
-    assert graphs[1:] == [graphs[1]] * 6, "sizes become symbolic with the second, and no other graph is made"
-
-
 def test_an_evaluation_is_compiled_once_it_is_worth_the_graphs(monkeypatch):
     from ort_zero.units import class_forward
 
@@ -642,26 +535,11 @@ class Stubborn(Block):
     def named_parameters(self):
         return {"up": self.up.weight}
 
-    def children(self):
-        raise RuntimeError("children")
-
     def modules(self):
         raise RuntimeError("modules")
 
     def named_modules(self):
         raise RuntimeError("named_modules")
-
-    def named_children(self):
-        raise RuntimeError("named_children")
-
-    def buffers(self):
-        raise RuntimeError("buffers")
-
-    def state_dict(self):
-        raise RuntimeError("state_dict")
-
-    def train(self):
-        return self
 
     def __len__(self):
         return 0
@@ -673,10 +551,6 @@ class Stubborn(Block):
         raise RuntimeError("eq")
 
     __hash__ = None
-
-    @property
-    def raises(self):
-        raise ValueError("a property")
 
 
 class Delegating(Block):
@@ -728,18 +602,3 @@ def test_a_class_with_methods_of_its_own_is_wrapped(kind, is_part):
     failures = ort_zero.status()["models"][-1]["failures"]
     assert (backwards(model) == 1) != bool(failures), failures
     assert bool(failures) == (kind is Stubborn), failures
-
-
-# -- results of any class ----------------------------------------------------------------------------------------------
-
-
-def test_results_in_objects_come_back_as_in_pytorch():
-    class Namespace(Block):
-        def forward(self, x):
-            return SimpleNamespace(features=super().forward(x if isinstance(x, torch.Tensor) else x.features), n=1)
-
-    plain, ours = pair(lambda: nn.Sequential(Namespace(), Namespace()))
-    for model in (plain, ours):
-        model(batch()).features.square().sum().backward()
-    assert_close([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
-    assert backwards(ours) == 2

@@ -8,7 +8,6 @@ from torch.fx import Graph, GraphModule
 
 from ort_zero.compat.torch_graphs import SizeReader
 from ort_zero.compile.executor import program_of
-from ort_zero.compile.layouts import dense_order, in_order, inverse, sizes_and_strides
 from ort_zero.compile.plan import make_plan
 
 SIZES = (4, 16, 8, 8)
@@ -40,20 +39,3 @@ def test_a_gradient_of_another_layout_does_not_spoil_a_group_norm():
     )
     (ours,) = program([gradient, channels_last(x), mean, rstd, gain])
     torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
-
-
-def test_the_order_of_dimensions():
-    tensor = torch.randn(SIZES)
-    assert dense_order(tensor) == (0, 1, 2, 3)
-    assert dense_order(channels_last(tensor)) == (0, 2, 3, 1)
-    assert dense_order(tensor[:, ::2]) is None and dense_order(tensor[:1].expand(SIZES)) is None
-    assert inverse((0, 2, 3, 1)) == (0, 3, 1, 2)
-    for each in (tensor, channels_last(tensor), tensor[:, :1].contiguous()):
-        order = dense_order(each)
-        assert sizes_and_strides([each.shape[dim] for dim in order], order)[0] == each.shape
-        dense = torch.empty_strided(*sizes_and_strides([each.shape[dim] for dim in order], order))
-        assert dense.permute(order).is_contiguous()
-    assert sizes_and_strides((4, 8, 8, 16), (0, 2, 3, 1)) == (tensor.shape, channels_last(tensor).stride())
-    copied = in_order(tensor, (0, 2, 3, 1))
-    assert torch.equal(copied, tensor) and copied.is_contiguous(memory_format=torch.channels_last)
-    assert in_order(copied, (0, 2, 3, 1)) is copied and in_order(tensor, (0, 1, 2, 3)) is tensor

@@ -37,13 +37,6 @@ def test_no_conversion_is_shadowed_by_a_decomposition():
     assert {str(target) for target in registry.table().keys() & decompositions().keys()} <= {"aten.elu.default"}
 
 
-def test_neighbours_share_a_segment():
-    plan = plan_of(lambda x, w: torch.tanh(x @ w) * 2, torch.randn(4, 4), torch.randn(4, 4))
-    assert [type(step) for step in plan.steps] == [Segment]
-    assert targets(plan.steps[0]) == ["mm", "tanh", "mul"]
-    assert plan.reasons == {}
-
-
 def test_a_large_product_that_no_segment_reads_is_a_segment_of_its_own():
     def gradients(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.tanh(g @ w), g.t() @ x, x.sum(0)
@@ -73,14 +66,6 @@ def test_independent_nodes_of_one_level_share_a_segment():
     assert [targets(segment) for segment in segments] == [["tanh", "tanh"], ["tanh", "tanh", "add"]]
 
 
-def test_a_view_between_runtimes_is_made_of_its_base():
-    plan = plan_of(lambda x: torch.linalg.svdvals(torch.tanh(x).t()), torch.randn(3, 5))
-    segment = next(step for step in plan.steps if isinstance(step, Segment))
-    assert targets(segment) == ["tanh"] and [str(node.target) for node in segment.outputs] == ["aten.tanh.default"]
-    calls = [targets(step)[0] for step in plan.steps if isinstance(step, TorchCall)]
-    assert calls[0] in ("t", "permute", "transpose")
-
-
 def test_a_view_that_two_segments_read_is_in_both():
     def reads_twice(x: torch.Tensor) -> torch.Tensor:
         turned = x.t()
@@ -95,13 +80,6 @@ def test_a_view_that_two_segments_read_is_in_both():
         assert all(node.op == "placeholder" or "matrix_exp" in str(node.target) for node in segment.inputs)
 
 
-def test_a_constant_needs_no_input():
-    plan = plan_of(lambda x: torch.tanh(x) + torch.full((4,), 2.0), torch.randn(4))
-    (segment,) = plan.steps
-    assert isinstance(segment, Segment) and targets(segment)[-2:] == ["full", "add"]
-    assert [node.op for node in segment.inputs] == ["placeholder"]
-
-
 def test_random_calls_keep_their_order():
     def draws(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         late = torch.rand_like(torch.linalg.matrix_exp(torch.tanh(x)))
@@ -113,16 +91,6 @@ def test_random_calls_keep_their_order():
     assert [str(node.args[0].op) for node in order] == ["call_function", "placeholder"]
 
 
-def test_a_refused_node_runs_in_torch_with_the_reason():
-    plan = plan_of(
-        lambda x: torch.sin(torch.tanh(x)),
-        torch.randn(4),
-        refusal=lambda node: "excluded" if node.target is aten.tanh.default else None,
-    )
-    assert list(plan.reasons.values()) == ["excluded"]
-    assert [type(step).__name__ for step in plan.steps] == ["TorchCall", "Segment"]
-
-
 def test_a_conversion_that_raises_leaves_its_node_to_torch(monkeypatch: pytest.MonkeyPatch):
     def broken(*arguments: object) -> None:
         raise KeyError("oops")
@@ -130,15 +98,6 @@ def test_a_conversion_that_raises_leaves_its_node_to_torch(monkeypatch: pytest.M
     monkeypatch.setitem(registry.table(), aten.tanh.default, broken)
     plan = plan_of(torch.tanh, torch.randn(4))
     assert list(plan.reasons.values()) == ["the conversion failed with KeyError: 'oops'"]
-
-
-def test_an_unread_segment_is_left_out():
-    def unread(x: torch.Tensor) -> torch.Tensor:
-        torch.tanh(x)
-        return torch.linalg.matrix_exp(x)
-
-    plan = plan_of(unread, torch.randn(3, 3))
-    assert not any(isinstance(step, Segment) for step in plan.steps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -241,17 +241,6 @@ def test_the_first_run_with_each_combination_of_sizes_is_checked(monkeypatch: py
     assert checked_runs(trial, correct(), 200, lambda run: run) == list(range(1, 65)), "not without an end"
 
 
-@pytest.mark.parametrize("run, found", [(3, 4), (65, 128), (1500, 2048)])
-def test_a_kernel_that_is_wrong_for_later_values_is_found_at_the_sample(plenty, run: int, found: int):
-    calls, trial, agreement = correct(), Trial("key", "sampled", "ort"), Agreement()
-    calls.run(trial, agreement, run - 1)
-    calls.ort = calls.exact.float() * 1.001
-    calls.run(trial, agreement, found - run)
-    assert not trial.failed
-    assert torch.equal(calls.run(trial, agreement), calls.exact.float())
-    assert trial.runner is Runner.TORCH and agreement.failure("key") == trial.reason
-
-
 def test_samples_wait_while_they_have_taken_too_much_time(monkeypatch: pytest.MonkeyPatch):
     spent = trial_module._sampled
     monkeypatch.setitem(spent, "seconds", 1e9)
@@ -264,31 +253,6 @@ def test_samples_wait_while_they_have_taken_too_much_time(monkeypatch: pytest.Mo
     before = calls.counts["torch"]
     checked_runs(Trial("key", "always", "ort"), calls, 10)
     assert calls.counts["torch"] == before + 10
-
-
-def test_only_samples_count_for_the_time_that_they_may_take(plenty, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(trial_module._sampled, "seconds", 0.0)
-    trial = Trial("key", "sampled", "ort")
-    checked_runs(trial, correct(), 1)
-    assert trial.check_seconds > trial_module._sampled["seconds"] == 0
-    first = trial.check_seconds
-    checked_runs(trial, correct(), 8)
-    assert trial_module._sampled["seconds"] == pytest.approx(trial.check_seconds - first)
-
-
-def test_always_checks_every_run():
-    calls, trial = correct(), Trial("key", "always", "ort")
-    calls.run(trial, Agreement(), 4)
-    assert calls.counts == {"ort": 4, "torch": 4}
-    calls.ort = calls.exact.float() + 1
-    calls.run(trial, Agreement())
-    assert trial.failed
-
-
-def test_off_checks_nothing():
-    calls, trial = correct(), Trial("key", "off", "ort")
-    calls.run(trial, Agreement(), 4)
-    assert calls.counts == {"ort": 4, "torch": 0}
 
 
 class OtherRank(Agreement):
@@ -311,19 +275,6 @@ def test_a_failure_of_another_rank_counts_here():
     agreement.failed = "wrong on rank 1"
     calls.run(trial, agreement, 2000)
     assert trial.runner is Runner.TORCH and trial.reason == "wrong on rank 1"
-
-
-@pytest.mark.parametrize("wins", ["ort", "torch"])
-def test_a_burst_of_other_work_does_not_decide(wins: str):
-    """The machine is slow from the second run on, for five runs: the fastest runs of three are of different speeds."""
-    times = {"ort": 0.05, "torch": 0.03} if wins == "torch" else {"ort": 0.05, "torch": 0.06}
-    calls = correct()
-    trial = Trial("key", "off", "measured", is_checked=True, clock=calls.clock)
-    for number in range(2 * 8):
-        slow = 3 if 0 < number < 6 else 1
-        calls.seconds = (times["ort"] * slow, times["torch"] * slow)
-        calls.run(trial, Agreement())
-    assert trial.runner is (Runner.TORCH if wins == "torch" else Runner.ONNXRUNTIME)
 
 
 def test_a_placement_of_another_rank_ends_the_timing():
@@ -371,12 +322,3 @@ def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains,
     engine.add(engine.graphs[0])
     assert engine.as_dict()["flop_share"] == 1, "the units are compiled again"
     assert not engine.goes_to_torch(block, "Block"), "PyTorch's own forward keeps all for its backward"
-
-
-def test_the_gain_of_a_placement_is_kept(tmp_path):
-    agreement = Agreement(tmp_path)
-    agreement.place_faster("key", [0.001], [0.0025])
-    trial = Trial("key", "off", "measured", is_checked=True)
-    calls = correct()
-    calls.run(trial, Agreement(tmp_path))
-    assert trial.runner is Runner.ONNXRUNTIME and trial.gain == 0.0015

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ort_zero
 from ort_zero.placement.agreement import Agreement, Runner
-from ort_zero.placement.unit_trial import UnitTrial, trial_key
+from ort_zero.placement.unit_trial import UnitTrial
 from ort_zero.units.running_model import _models
 from ort_zero.units.unit_forward import UnitRunner, is_compiled, replace_forward
 
@@ -108,20 +108,6 @@ def test_what_is_checkpointed_is_not_timed():
         x = torch.ones(3, requires_grad=True)
         checkpoint(unit, x + 1, use_reentrant=False).sum().backward()
     assert trial.runner is None and is_compiled(unit) and clock.now == 40 * (2 + 2)
-
-
-def test_equal_units_share_a_trial():
-    x = torch.ones(2, 4)
-    first, second, other = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 5)
-    assert trial_key(first, (x,), ["a"]) == trial_key(second, (x,), ["a"])
-    calls = [
-        (first, x, "a"),
-        (other, x, "a"),
-        (first, x[:1], "a"),
-        (first, x, "b"),
-        (first, x.clone().requires_grad_(), "a"),
-    ]
-    assert len({trial_key(unit, (read,), [segment]) for unit, read, segment in calls}) == len(calls)
 
 
 class Layer(nn.Module):
