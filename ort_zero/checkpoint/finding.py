@@ -81,8 +81,6 @@ def checkpoints_below(
 
     Args:
         folder: where to search; hidden folders and the folders inside a checkpoint are skipped.
-        depth: maximum depth of the search, in folders.
-        name: path of `folder` relative to the folder where the search began.
         above: real paths of the folders above; a link to one of these folders is not followed.
     """
     place = os.path.realpath(folder.url) if isinstance(folder, LocalFolder) else folder.url
@@ -105,13 +103,7 @@ def checkpoints_below(
 
 
 def condition_of(candidate: Candidate, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Condition:
-    """Return the condition of a checkpoint, from its manifest, headers and file sizes.
-
-    Args:
-        candidate: the checkpoint.
-        trust_pickle: unpickle every object in DeepSpeed's files, which can run code from the files.
-        tp_split: rules for how DeepSpeed's tensor-parallel ranks share tensors.
-    """
+    """Return the condition of a checkpoint, from its manifest, headers and file sizes."""
     folder = candidate.folder
     if candidate.format is None:
         return Condition(source=None, whole=False, reason=f"no {manifest.NAME}: the save was interrupted")
@@ -131,7 +123,6 @@ def find(path: str, tag: str | None = None) -> LocatedCheckpoint:
     """Return the checkpoint that `path` and `tag` mean, see the table above.
 
     Args:
-        path: folder or fsspec URL.
         tag: name of a folder in `path`, or a relative path of several folders.
 
     Raises:
@@ -220,12 +211,7 @@ def _if_whole(folder: Folder, candidates: list[Candidate]) -> tuple[LocatedCheck
 
 
 def whole_checkpoints_text(folder: Folder, apart_from: Folder | None = None) -> str:
-    """Return a part of a sentence that lists the whole checkpoints in `folder`.
-
-    Args:
-        folder: folder of checkpoints.
-        apart_from: folder of a checkpoint to leave out.
-    """
+    """Return a part of a sentence that lists the whole checkpoints in `folder`."""
     others = (c for c in checkpoints_below(folder) if apart_from is None or c.folder.url != apart_from.url)
     whole = [candidate.name for candidate in others if condition_of(candidate).whole]
     if not whole:

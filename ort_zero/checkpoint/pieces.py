@@ -68,13 +68,7 @@ class LazyPieces(Sequence[Piece]):
 
 
 class PieceRuns(LazyPieces):
-    """The pieces that the runs of one tensor stand for. Equal to a tuple of the same pieces.
-
-    Args:
-        names: names of the checkpoint's files.
-        runs: the runs of the tensor.
-        dtype: the tensor's dtype, as its code in safetensors.
-    """
+    """The pieces that the runs of one tensor stand for. Equal to a tuple of the same pieces."""
 
     __slots__ = ("_ends", "_names", "_size", "runs")
 

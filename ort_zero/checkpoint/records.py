@@ -100,6 +100,10 @@ class Tensor:
         return self.kind.startswith(BUFFER_OF_RANK)
 
 
+Checksum = tuple[int, int, int]
+"""Offset in the file, length, and CRC-32 of a range of bytes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
     """One file of a checkpoint, with its checksums."""
@@ -110,8 +114,8 @@ class File:
     """Size of the whole file in bytes."""
     xxh3_128: str | None = None
     """XXH3-128 checksum of the whole file as 32 hex digits; None if the format has no such checksum."""
-    records: tuple[tuple[int, int, int], ...] = ()
-    """(offset, length, CRC-32) of each stored record, for formats with checksums per record, such as torch's zip."""
+    records: tuple[Checksum, ...] = ()
+    """Checksums of ranges of bytes: of the records of torch's zips, or of the blocks of a seal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,5 +200,7 @@ class Source:
             f"the buffers %s differed between the {self.world_size} ranks: on as many ranks each gets its own again, "
             "everything else takes rank 0's": list(dict.fromkeys(t.name for t in self.tensors if t.is_of_one_rank)),
             "it was saved without the frozen parameters %s (exclude_frozen_parameters)": sorted(self.left_out),
+            "files without checksums, in which damage to the values is not noticed (ort-zero verify --seal writes "
+            "checksums): %s": [f.name for f in self.files.values() if f.xxh3_128 is None and not f.records],
         }
         return tuple(text % shortened(names, MAX_NAMED) for text, names in sentences.items() if names)

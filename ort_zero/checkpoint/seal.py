@@ -9,11 +9,9 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
-
-from isal.isal_zlib import crc32
 
 from ort_zero.checkpoint.files import json_text
 from ort_zero.checkpoint.files.storage import Folder
@@ -31,11 +29,6 @@ _MAX_BYTES = 256 << 20
 def seal(folder: Folder, names: Iterable[str], advance: Callable[[int], Any]) -> str:
     """Write the checksums of the files `names`; return the path of the seal, which replaces an older one.
 
-    Args:
-        folder: folder of the checkpoint.
-        names: its files.
-        advance: called with the number of bytes that were read.
-
     Raises:
         CheckpointError: a file cannot be read, or the seal cannot be written.
     """
@@ -44,9 +37,7 @@ def seal(folder: Folder, names: Iterable[str], advance: Callable[[int], Any]) ->
         size = folder.size(name) or 0
         crcs = []
         for start in range(0, size, _BLOCK):
-            block = folder.read(name, start, min(_BLOCK, size - start))
-            crcs.append(crc32(block))
-            advance(len(block))
+            crcs.append(folder.crc32(name, start, min(start + _BLOCK, size), advance=advance))
         rows[name] = {"size": size, "crc32": base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()}
     document = {"format": _FORMAT, "version": 1, "block": _BLOCK, "files": rows}
     folder.write(NAME, json.dumps(document, indent=1).encode(), "seal", durable=True)
@@ -105,17 +96,6 @@ def size_problem(folder: Folder, name: str, sealed: Mapping[str, File]) -> str |
     if size != sealed[name].size:
         return f"{folder.path(name)} has {size or 0} bytes, {sealed[name].size} when it was sealed: it was changed"
     return None
-
-
-def problems_of_file(folder: Folder, name: str, sealed: Mapping[str, File]) -> Iterator[str]:
-    """Yield a sentence if a file has another size or other bytes than when it was sealed."""
-    problem = size_problem(folder, name, sealed)
-    if problem:
-        yield problem
-        return
-    for start, length, expected in sealed[name].records:
-        if crc32(folder.read(name, start, length)) != expected:
-            yield f"{folder.path(name)} is damaged: its bytes from {start} on are not those that were sealed"
 
 
 def refuse_own_checksums(format_name: str, path: str) -> None:

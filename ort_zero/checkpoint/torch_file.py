@@ -6,6 +6,7 @@ The headers of the records are compared with the zip's directory; the records ha
 from __future__ import annotations
 
 import functools
+import io
 import math
 import struct
 import sys
@@ -13,12 +14,12 @@ import zipfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from isal.isal_zlib import crc32
 
-from ort_zero.checkpoint.files.storage import CHUNK, Folder
-from ort_zero.checkpoint.records import File
+from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.records import Checksum, File
 from ort_zero.checkpoint.restricted_pickle.rebuild import read_pickle
 from ort_zero.checkpoint.restricted_pickle.values import HostilePickleError, MalformedPickleError, StoredTensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -60,6 +61,8 @@ class TorchFile:
     """File name without ``.pt`` at the time of writing; "archive" if the file was written to a stream."""
     opaque: frozenset[str] = frozenset()
     """Names of the unknown classes, whose objects are only records in `content`."""
+    start: int = 0
+    """Byte of the file at which the zip begins, from which the offsets in `content` count."""
 
 
 Contents = dict[tuple, tuple[Any, frozenset[str]]]
@@ -67,24 +70,31 @@ Contents = dict[tuple, tuple[Any, frozenset[str]]]
 have the same pickle."""
 
 
-def open_torch_file(folder: Folder, name: str, trust_pickle: bool = False, cache: Contents | None = None) -> TorchFile:
-    """Return the content of a ``.pt`` file.
+def open_torch_file(
+    folder: Folder,
+    name: str,
+    trust_pickle: bool = False,
+    cache: Contents | None = None,
+    start: int = 0,
+    length: int | None = None,
+) -> TorchFile:
+    """Return the content of a ``.pt`` file, or of a range of a file that holds one.
 
     Args:
-        folder: folder of the file.
-        name: name of the file.
         trust_pickle: let torch unpickle the file, which can import any module and call any function. Otherwise nothing
             is imported or called.
         cache: contents of files opened before, to which this file is added. Files with the same pickle then share one
             content, which the caller must not change.
+        start: first byte of the range.
+        length: number of bytes of the range; None for all to the end of the file.
 
     Raises:
         CorruptCheckpointError: the file is missing, empty or truncated, or its header or pickle is damaged.
         CheckpointError: the file is in the format before torch 1.6, is compressed, has another byte order, or calls a
             function that can harm the machine.
     """
-    path = folder.path(name)
-    records = read_records(folder, name)
+    data = _Bytes(folder, name, start, length)
+    records, path = _records_of(data), data.path
     prefix = next((r.name[: -len(_PICKLE) - 1] for r in records if r.name.endswith(f"/{_PICKLE}")), None)
     if prefix is None:
         raise CorruptCheckpointError(f"{path} is a zip, but not one of torch.save: it holds no {_PICKLE}")
@@ -93,100 +103,116 @@ def open_torch_file(folder: Folder, name: str, trust_pickle: bool = False, cache
         raise CorruptCheckpointError(f"{path} is damaged: its record {other} does not lie in its folder {prefix}")
     by_name = {record.name.removeprefix(f"{prefix}/"): record for record in records}
     for key, record in by_name.items():
-        if not key.startswith(_DATA) and not crc_is_right(folder, name, record):
+        if not key.startswith(_DATA) and record.crc not in (None, data.crc32(record)):
             raise CorruptCheckpointError(f"{path} is damaged: the CRC-32 of its record {record.name} is wrong")
     order = by_name.get("byteorder")
-    if order is not None and folder.read(name, order.offset, order.length).decode(errors="replace") != sys.byteorder:
+    if order is not None and data.read(order.offset, order.length).decode(errors="replace") != sys.byteorder:
         raise CheckpointError(f"{path} was written on a machine of another byte order; convert it there")
-    size = folder.size(name) or 0
-    content, opaque = _content(folder, name, size, by_name, trust_pickle, {} if cache is None else cache)
-    checked = tuple((r.offset, r.length, r.crc) for r in records if r.crc is not None)
-    file = File(name=name, size=size, records=checked)
-    return TorchFile(file, content, prefix, opaque)
+    content, opaque = _content(data, by_name, trust_pickle, {} if cache is None else cache)
+    file = File(name=name, size=start + data.size, records=_checked(records, start))
+    return TorchFile(file, content, prefix, opaque, start)
 
 
-def crc_is_right(folder: Folder, name: str, record: tuple[Any, ...], buffer: memoryview | None = None) -> bool:
-    """Read the bytes of a record; return True if they match its CRC-32, or if the record has no CRC-32.
-
-    Args:
-        folder: folder of the file.
-        name: name of the file.
-        record: a tuple that ends in (offset, length, CRC-32 or None).
-        buffer: memory for reading; its length is the maximum number of bytes per read.
-    """
-    offset, length, expected = record[-3:]
-    if buffer is None:
-        buffer = memoryview(bytearray(min(length, CHUNK)))
-    crc = done = 0
-    while done < length:
-        part = buffer[: min(len(buffer), length - done)]
-        folder.read_into(name, offset + done, part)
-        crc = crc32(part, crc)
-        done += len(part)
-    return expected is None or crc == expected
-
-
-def checked_bytes(folder: Folder, file: File, stored: StoredTensor, length: int) -> bytes:
+def checked_bytes(folder: Folder, opened: TorchFile, stored: StoredTensor, length: int) -> bytes:
     """Return the first `length` bytes of a stored tensor, having compared its storage with the CRC-32.
 
     Raises:
         CorruptCheckpointError: the CRC-32 differs.
     """
-    for record in file.records:
-        if record[0] == stored.storage_offset and not crc_is_right(folder, file.name, record):
+    name = opened.file.name
+    for offset, size, crc in opened.file.records:
+        if offset == opened.start + stored.storage_offset and folder.crc32(name, offset, offset + size) != crc:
             raise CorruptCheckpointError(
-                f"{folder.path(file.name)} is damaged: the CRC-32 of a tensor of shape {list(stored.shape)} is wrong"
+                f"{folder.path(name)} is damaged: the CRC-32 of a tensor of shape {list(stored.shape)} is wrong"
             )
-    return folder.read(file.name, stored.offset, length)
+    return folder.read(name, opened.start + stored.offset, length)
 
 
-def read_number(folder: Folder, file: File, stored: StoredTensor) -> float | None:
+def read_number(folder: Folder, opened: TorchFile, stored: StoredTensor) -> float | None:
     """Return the value of a tensor without dimensions, such as a step counter; None for a dtype that counts nothing.
 
     Raises:
         CorruptCheckpointError: the CRC-32 differs.
     """
-    raw, dtype = checked_bytes(folder, file, stored, stored.itemsize), stored.dtype
+    raw, dtype = checked_bytes(folder, opened, stored, stored.itemsize), stored.dtype
     if dtype == "bfloat16":
         raw, dtype = b"\0\0" + raw, "float32"
     return struct.unpack(_NUMBERS[dtype], raw)[0] if dtype in _NUMBERS else None
 
 
-def read_records(folder: Folder, name: str) -> list[_Record]:
-    """Return the records of the zip in the order of the file, having compared their headers with the zip's directory.
-
-    In a file without checksums the CRC of every record is None.
+def read_records(folder: Folder, name: str, start: int = 0, length: int | None = None) -> tuple[Checksum, ...]:
+    """Return (offset in the file, length, CRC-32) of each record, having compared headers with the zip's directory.
 
     Raises:
         CorruptCheckpointError: the file is missing, empty, truncated or no zip, or a header is damaged.
         CheckpointError: the file is compressed, or in the format before torch 1.6.
     """
-    path = folder.path(name)
-    size = folder.size(name)
-    if size is None:
-        raise CorruptCheckpointError(f"{path} is missing")
-    if not size:
-        raise CorruptCheckpointError(f"{path} is empty")
+    return _checked(_records_of(_Bytes(folder, name, start, length)), start)
+
+
+class _Bytes:
+    """The bytes of a ``.pt`` file, or of the range of a file that holds one; a small one is read at once.
+
+    Raises:
+        CorruptCheckpointError: the file is missing, empty, or ends before the range.
+    """
+
+    def __init__(self, folder: Folder, name: str, start: int, length: int | None):
+        self.folder, self.name, self.start, self.path = folder, name, start, folder.path(name)
+        size = folder.size(name)
+        if size is None:
+            raise CorruptCheckpointError(f"{self.path} is missing")
+        if length is not None:
+            self.path += f" (bytes {start} to {start + length})"
+            if size < start + length:
+                raise CorruptCheckpointError(f"{self.path} is truncated: the file has {size} bytes")
+        self.size = size if length is None else length
+        if not self.size:
+            raise CorruptCheckpointError(f"{self.path} is empty")
+        self._whole = folder.read(name, start, self.size) if self.size <= _MAX_SMALL else None
+
+    def read(self, offset: int, length: int) -> bytes:
+        if self._whole is not None:
+            return self._whole[offset : offset + length]
+        return self.folder.read(self.name, self.start + offset, length)
+
+    def crc32(self, record: _Record) -> int:
+        if self._whole is not None:
+            return crc32(self.read(record.offset, record.length))
+        begin = self.start + record.offset
+        return self.folder.crc32(self.name, begin, begin + record.length)
+
+    def open(self) -> IO[bytes]:
+        if self._whole is not None:
+            return io.BytesIO(self._whole)
+        return self.folder.open(self.name, self.start, self.size)
+
+
+def _checked(records: list[_Record], start: int) -> tuple[Checksum, ...]:
+    return tuple((start + r.offset, r.length, r.crc) for r in records if r.crc is not None)
+
+
+def _records_of(data: _Bytes) -> list[_Record]:
+    """Return the records of a zip in their order; in a file without checksums the CRC of every record is None."""
+    path, size = data.path, data.size
     try:
-        with folder.open(name) as stream, zipfile.ZipFile(stream) as archive:
+        with data.open() as stream, zipfile.ZipFile(stream) as archive:
             entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
             end = archive.start_dir
     except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, ValueError, struct.error) as error:
-        raise _not_a_zip(folder, name, size, error) from None
-    last = folder.read(name, max(0, size - _END.size), min(size, _END.size))
-    if not last.startswith(b"PK\x05\x06"):
+        raise _not_a_zip(path, data.read(0, min(size, 4)), error) from None
+    if not data.read(max(0, size - _END.size), min(size, _END.size)).startswith(b"PK\x05\x06"):
         raise CorruptCheckpointError(f"{path} is too long or damaged: it does not end with its zip directory")
     repeated = [name for name, count in Counter(entry.filename for entry in entries).items() if count > 1]
     if repeated:
         raise CorruptCheckpointError(f"{path} is damaged: two of its records are named {repeated[0]}")
-    whole = folder.read(name) if size <= _MAX_SMALL else None  # one read is faster than a read per header
     records, position = [], 0
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
             raise CheckpointError(f"{path} holds compressed data ({entry.filename}); save it again with torch.save")
         begin, record_name = entry.header_offset, entry.filename.encode()
         length = max(0, min(_LOCAL.size + len(record_name), size - begin))
-        raw = folder.read(name, begin, length) if whole is None else whole[begin : begin + length]
+        raw = data.read(begin, length)
         signature, *_, name_length, extra_length = _LOCAL.unpack(raw[: _LOCAL.size].ljust(_LOCAL.size, b"\0"))
         fits = signature == b"PK\x03\x04" and raw[_LOCAL.size :] == record_name and name_length == len(record_name)
         offset = begin + length + extra_length
@@ -201,8 +227,7 @@ def read_records(folder: Folder, name: str) -> list[_Record]:
     return records if has_checksums else [record._replace(crc=None) for record in records]
 
 
-def _not_a_zip(folder: Folder, name: str, size: int, error: Exception) -> CheckpointError:
-    path, start = folder.path(name), folder.read(name, 0, min(size, 4))
+def _not_a_zip(path: str, start: bytes, error: Exception) -> CheckpointError:
     if start == b"PK\x03\x04":
         return CorruptCheckpointError(f"{path} is truncated or its end is damaged: it has no readable zip directory")
     if start[:1] == b"\x80":
@@ -213,24 +238,23 @@ def _not_a_zip(folder: Folder, name: str, size: int, error: Exception) -> Checkp
 
 
 def _content(
-    folder: Folder, name: str, size: int, records: Mapping[str, _Record], trust_pickle: bool, cache: Contents
+    data: _Bytes, records: Mapping[str, _Record], trust_pickle: bool, cache: Contents
 ) -> tuple[Any, frozenset[str]]:
     """Return the content of a file's pickle, and the names of the unknown classes in it."""
-    path = folder.path(name)
+    path = data.path
     storages = {key.removeprefix(_DATA): (r.offset, r.length) for key, r in records.items() if key.startswith(_DATA)}
-    check = functools.partial(_check_place, path, dict(storages.values()), size)
+    check = functools.partial(_check_place, path, dict(storages.values()), data.size)
     try:
         if trust_pickle:
             from ort_zero.compat import torch_load
 
-            with folder.open(name) as stream:
+            with data.open() as stream:
                 content = torch_load.load_trusted(stream, lambda tensor, offset: check(_stored(tensor, offset)))
             return content, frozenset()
-        pickled = records[_PICKLE]
-        data = folder.read(name, pickled.offset, pickled.length)
-        key = (data, size, *storages.items())
+        pickled = data.read(records[_PICKLE].offset, records[_PICKLE].length)
+        key = (pickled, data.size, *storages.items())
         if key not in cache:
-            cache[key] = read_pickle(data, storages, check)
+            cache[key] = read_pickle(pickled, storages, check)
         return cache[key]
     except HostilePickleError as error:
         raise CheckpointError(
@@ -252,10 +276,8 @@ def _check_place(path: str, lengths: Mapping[int, int], size: int, value: Stored
     contain every repetition, so the size of the file limits the size of the tensor.
 
     Args:
-        path: path of the file, for messages.
         lengths: length in bytes of each storage's record by its offset.
         size: size of the file in bytes.
-        value: the tensor.
     """
     if 0 in value.shape:
         return value

@@ -63,8 +63,6 @@ class StoredWeight:
     """A weight whose values are still in the files of a checkpoint.
 
     Args:
-        folder: folder of the files.
-        tensor: the weight.
         dtype: dtype of the tensor that :meth:`contiguous` returns.
     """
 
@@ -83,12 +81,7 @@ class StoredWeight:
 
 
 def stored_weights(source: Source, exclude_frozen_parameters: bool = False) -> dict[str, StoredWeight]:
-    """Return all weights and buffers of a checkpoint by name; tied weights are one object under several names.
-
-    Args:
-        source: an opened checkpoint.
-        exclude_frozen_parameters: leave out parameters that the optimizer does not train.
-    """
+    """Return all weights and buffers of a checkpoint by name; tied weights are one object under several names."""
     folder = open_folder(source.root)
     left_out = source.frozen if exclude_frozen_parameters else frozenset()
     weights = {}
@@ -227,11 +220,6 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def write_script(folder: Folder, token: str, durable: bool) -> None:
     """Write the script into a folder of checkpoints, and replace an earlier script.
 
-    Args:
-        folder: the folder.
-        token: part of the partial name, different for each writer.
-        durable: flush the script to the disk.
-
     Raises:
         CheckpointError: the script cannot be written.
     """
@@ -248,12 +236,7 @@ def is_ours(folder: str) -> bool:
 
 
 def stage_file(checkpoint: str, folder: str) -> str:
-    """Write a file like DeepSpeed's ``*_optim_states.pt`` with nothing but the ZeRO stage; return its path.
-
-    Args:
-        checkpoint: folder of one checkpoint in the format of ort_zero.
-        folder: folder for the file.
-    """
+    """Write a file like DeepSpeed's ``*_optim_states.pt`` with nothing but the ZeRO stage; return its path."""
     path = os.path.join(folder, "stage_optim_states.pt")
     torch.save({"optimizer_state_dict": {"zero_stage": find_source(checkpoint).zero_stage}}, path)
     return path
@@ -261,10 +244,6 @@ def stage_file(checkpoint: str, folder: str) -> str:
 
 def client_state_file(checkpoint: str, folder: str) -> str:
     """Write a file like DeepSpeed's ``*_model_states.pt`` with nothing but the client state; return its path.
-
-    Args:
-        checkpoint: folder of one checkpoint in the format of ort_zero.
-        folder: folder for the file.
 
     Raises:
         CorruptCheckpointError: the files of the checkpoint are damaged.
@@ -277,11 +256,7 @@ def client_state_file(checkpoint: str, folder: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Convert the checkpoint that the command line names.
-
-    Args:
-        arguments: arguments after the program's name; None for the arguments of this process.
-    """
+    """Convert the checkpoint that the command line names."""
     parser = argparse.ArgumentParser(description="merge a sharded ZeRO checkpoint into one fp32 state dict")
     parser.add_argument("checkpoint_dir", help="folder of checkpoints, such as path/checkpoint-12")
     parser.add_argument("output_dir", help="folder for pytorch_model.bin or model.safetensors")

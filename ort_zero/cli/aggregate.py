@@ -7,7 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from ort_zero.checkpoint.files.dtypes import CHOICES
-from ort_zero.cli import TP_SPLIT_HELP, print_json
+from ort_zero.cli import TP_SPLIT_HELP, options_of, print_json
 from ort_zero.cli.ranks import on_launched_ranks
 from ort_zero.utils.sizes import decimal_size, size_in
 from ort_zero.utils.tables import aligned
@@ -52,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--part", action="store_true", help="write a model without what the save left out")
     parser.add_argument("--exclude-frozen", action="store_true", help="leave out frozen parameters")
     parser.add_argument("--dry-run", action="store_true", help="list the files that would be written, and write none")
-    parser.add_argument("--no-verify", action="store_true", help="do not check the source's checksums")
+    parser.add_argument("--no-verify", dest="verify", action="store_false", help="do not check the source's checksums")
     parser.add_argument("--overwrite", action="store_true", help="replace what an earlier run wrote into DST")
     names = parser.add_argument_group("names and adapters")
     names.add_argument("--strip-prefix", metavar="P", action="append", default=[], help="take P off names; repeatable")
@@ -76,31 +76,7 @@ def run(args: argparse.Namespace) -> int:
     from ort_zero.checkpoint.aggregation.aggregation import aggregate
 
     def work(ranks: RankGroup) -> AggregateReport:
-        return aggregate(
-            args.src,
-            args.dst,
-            tag=args.tag,
-            what=args.what,
-            dtype=args.dtype,
-            max_shard_size=args.max_shard_size,
-            format=args.format,
-            workers=args.workers,
-            exclude_frozen=args.exclude_frozen,
-            dry_run=args.dry_run,
-            verify=not args.no_verify,
-            overwrite=args.overwrite,
-            strict=args.strict,
-            trust_pickle=args.trust_pickle,
-            tp_split=args.tp_split,
-            strip_prefix=args.strip_prefix,
-            rename=args.rename,
-            merge_lora=args.merge_lora,
-            adapter=args.adapter,
-            weights_from=args.weights_from,
-            base=args.base,
-            part=args.part,
-            ranks=ranks,
-        )
+        return aggregate(**options_of(args, aggregate), ranks=ranks)
 
     def tell(report: AggregateReport) -> None:
         print_json(dataclasses.asdict(report)) if args.json else print(text_of(report))

@@ -7,7 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from ort_zero.checkpoint.files.dtypes import CHOICES
-from ort_zero.cli import TP_SPLIT_HELP, print_json
+from ort_zero.cli import TP_SPLIT_HELP, options_of, print_json
 from ort_zero.cli.ranks import on_launched_ranks
 from ort_zero.utils.sizes import decimal_size, size_in
 
@@ -51,23 +51,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Convert the checkpoint, print the report on rank 0, and return the exit status."""
-    from ort_zero.checkpoint.conversions.converting import SUB_GROUP_SIZE, convert
+    from ort_zero.checkpoint.conversions.converting import convert
 
     def work(ranks: RankGroup) -> ConvertReport:
-        return convert(
-            args.src,
-            args.dst,
-            to=args.to,
-            tag=args.tag,
-            world_size=args.world_size,
-            stage=args.stage,
-            dtype=args.dtype,
-            sub_group_size=SUB_GROUP_SIZE if args.sub_group_size is None else args.sub_group_size,
-            overwrite=args.overwrite,
-            trust_pickle=args.trust_pickle,
-            tp_split=args.tp_split,
-            ranks=ranks,
-        )
+        return convert(**options_of(args, convert), ranks=ranks)
 
     def tell(report: ConvertReport) -> None:
         print_json(dataclasses.asdict(report)) if args.json else print(text_of(report))

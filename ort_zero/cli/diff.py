@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from ort_zero.cli import TP_SPLIT_HELP, print_json
+from ort_zero.cli import TP_SPLIT_HELP, options_of, print_json
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.sizes import size_in
 from ort_zero.utils.tables import aligned
@@ -50,17 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from ort_zero.checkpoint.inspection.differences import diff
 
     try:
-        report = diff(
-            args.a,
-            args.b,
-            tag_a=args.tag_a,
-            tag_b=args.tag_b,
-            what=args.what,
-            atol=args.atol,
-            rtol=args.rtol,
-            trust_pickle=args.trust_pickle,
-            tp_split=args.tp_split,
-        )
+        report = diff(**options_of(args, diff))
     except CorruptCheckpointError as error:
         raise CheckpointError(str(error)) from error  # status 1 would say that there is a difference
     print_json({**dataclasses.asdict(report), "same": report.same}) if args.json else print(text_of(report))

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ort_zero.cli import TP_SPLIT_HELP, print_json
+from ort_zero.cli import TP_SPLIT_HELP, options_of, print_json
 from ort_zero.utils.sizes import decimal_size
 from ort_zero.utils.tables import aligned
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the list and return 0."""
     from ort_zero.checkpoint.inspection.listing import list_checkpoints
 
-    checkpoints = list_checkpoints(args.src, trust_pickle=args.trust_pickle, tp_split=args.tp_split)
+    checkpoints = list_checkpoints(args.src, **options_of(args, list_checkpoints))
     if args.json:
         print_json({"checkpoints": [dataclasses.asdict(checkpoint) for checkpoint in checkpoints]})
     else:

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from ort_zero.cli import TP_SPLIT_HELP, print_json
+from ort_zero.cli import TP_SPLIT_HELP, options_of, print_json
 from ort_zero.utils.sizes import size_in
 from ort_zero.utils.text import shortened
 
@@ -27,6 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--tp-split", action="append", default=[], metavar="RULE", help=TP_SPLIT_HELP)
     parser.add_argument(
         "--seal",
+        dest="seal_it",
         action="store_true",
         help="if nothing is wrong, write checksums of all files beside the checkpoint, for verify and aggregate",
     )
@@ -37,14 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if there is a problem, else 0."""
     from ort_zero.checkpoint.inspection.verification import verify
 
-    report = verify(
-        args.src,
-        args.tag,
-        workers=args.workers,
-        trust_pickle=args.trust_pickle,
-        tp_split=args.tp_split,
-        seal_it=args.seal,
-    )
+    report = verify(args.src, **options_of(args, verify))
     if args.tag is None and (others := _others(args.src, report.root)):
         note = f"not verified: {shortened(others, 12)} (--tag names the one to verify)"
         report = dataclasses.replace(report, notes=(*report.notes, note))

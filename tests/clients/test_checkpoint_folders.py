@@ -158,6 +158,69 @@ def test_peft(tmp_path):
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
 
 
+def peft_under_fsdp2(folder: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Train LoRA under FSDP2, save as the Trainer does; return the adapter as PEFT gives it, and the logits."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    model = untied_gpt2()
+    settings = LoraConfig(
+        r=3, lora_alpha=12, target_modules=["c_attn"], modules_to_save=["ln_f"], init_lora_weights=False,
+        task_type="CAUSAL_LM", fan_in_fan_out=True,
+    )  # fmt: skip
+    if dist.get_rank() == 0:
+        model.save_pretrained(f"{folder}/base")
+    model = get_peft_model(model, settings)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    ids = torch.arange(16).view(2, 8)
+    for _ in range(3):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, states = get_state_dict(model, optimizer)
+    saved = Path(folder, "checkpoint-3")
+    dcp.save({"model": weights}, checkpoint_id=saved / "pytorch_model_fsdp_0")
+    dcp.save({"optimizer": states}, checkpoint_id=saved / "optimizer_0")
+    if dist.get_rank() == 0:
+        model.peft_config["default"].save_pretrained(saved)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    adapter = {name: value.clone() for name, value in get_peft_model_state_dict(model, state_dict=whole).items()}
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids).logits
+    dist.destroy_process_group()
+    return adapter, logits
+
+
+def test_peft_under_fsdp2(tmp_path):
+    importlib.import_module("torchvision_operators")
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    imports = ("torchvision_operators", "peft")
+    (adapter, logits), _ = run_on_ranks(peft_under_fsdp2, 2, str(tmp_path), timeout=800, imports=imports)
+    report = aggregate(tmp_path / "checkpoint-3", tmp_path / "adapter", what="adapter", progress=False)
+    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == adapter.keys() and all(torch.equal(found[name], adapter[name]) for name in found)
+    assert not report.warnings
+    ids = torch.arange(16).view(2, 8)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    with torch.no_grad():
+        assert not torch.allclose(base(ids).logits, logits, atol=1e-2)
+        adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        assert torch.allclose(adapted(input_ids=ids).logits, logits, atol=1e-5)
+    aggregate(tmp_path / "checkpoint-3", tmp_path / "merged", merge_lora=True, progress=False)
+    merged, theirs = load_file(tmp_path / "merged" / "model.safetensors"), adapted.merge_and_unload().state_dict()
+    assert merged.keys() == theirs.keys()
+    assert all(torch.allclose(merged[name], theirs[name], atol=1e-6) for name in merged)
+
+
 def sentence_transformer(folder: str) -> Any:
     """Return a SentenceTransformer of three modules around a small BERT."""
     from sentence_transformers import SentenceTransformer

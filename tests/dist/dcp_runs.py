@@ -1,4 +1,4 @@
-"""Train small models under FSDP2, HSDP and tensor parallelism, and save them in the forms of torch and of programs.
+"""Train small models under FSDP1, FSDP2, HSDP and tensor parallelism, and save them as torch and programs do.
 
 Ranks run :func:`save_runs`. Each run's folder has the checkpoint of ``torch.distributed.checkpoint`` in ``dcp/``, the
 folders of Accelerate in ``accelerate/``, one file a rank in ``ranks/``, the shards of ``HuggingFaceStorageWriter`` in
@@ -61,7 +61,10 @@ def model_of(name: str) -> nn.Module:
     if name == "experts":
         more = {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1}
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **more))
-    return Odd()
+    model = Odd()
+    if name == "frozen":
+        model.up.requires_grad_(False)
+    return model
 
 
 OPTIMIZERS = {
@@ -71,9 +74,13 @@ OPTIMIZERS = {
 }  # torch 2.13's Adafactor raises on DTensors: aten.pow_ in place on a partial norm
 
 
-def sharded(model: nn.Module, mode: str) -> None:
-    """Shard a model: "fsdp" over all ranks, "hsdp" 2 x 2, or "tensor" with two tensor-parallel ranks."""
+def sharded(model: nn.Module, mode: str) -> nn.Module:
+    """Shard a model: "fsdp" over all ranks, "fsdp1", "hsdp" 2 x 2, or "tensor" with two tensor-parallel ranks."""
     size = dist.get_world_size()
+    if mode == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     mesh: DeviceMesh = init_device_mesh("cpu", (size,))
     if mode == "hsdp":
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards"))
@@ -81,7 +88,7 @@ def sharded(model: nn.Module, mode: str) -> None:
         both = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
         parallelize_module(model, both["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         mesh = both["data"]
-    fully_shard(model, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def save_runs(folder: str, runs: list[tuple[str, str, str]]) -> None:
@@ -96,7 +103,7 @@ def save_run(folder: Path, name: str, mode: str, optimizer_name: str) -> None:
     """Train two steps and save in every form."""
     model = model_of(name)
     config = getattr(model, "config", None)
-    sharded(model, mode)
+    model = sharded(model, mode)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     batch = dist.get_rank() // 2 if mode == "tensor" else dist.get_rank()
     train(model, optimizer, range(2), batch)
@@ -108,8 +115,9 @@ def save_run(folder: Path, name: str, mode: str, optimizer_name: str) -> None:
     dcp.save({"optimizer": states}, checkpoint_id=folder / "accelerate" / "optimizer_0")
     rank, size = dist.get_rank(), dist.get_world_size()
     (folder / "ranks").mkdir(exist_ok=True)
-    torch.save(model.state_dict(), folder / "ranks" / f"model_world_size_{size}_rank_{rank}.pt")
-    torch.save(optimizer.state_dict(), folder / "ranks" / f"optim_world_size_{size}_rank_{rank}.pt")
+    of_rank = (weights, states) if mode == "fsdp1" else (model.state_dict(), optimizer.state_dict())
+    for kind, state in zip(("model", "optim"), of_rank):
+        torch.save(state, folder / "ranks" / f"{kind}_world_size_{size}_rank_{rank}.pt")
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     tied = {"head.weight", "lm_head.weight"} if name in ("gpt2", "odd") else set()
@@ -118,10 +126,10 @@ def save_run(folder: Path, name: str, mode: str, optimizer_name: str) -> None:
         for key, value in weights.items()
         if value.dtype.is_floating_point and value.dim() and value.dtype.itemsize > 1 and key not in tied
     }
-    (folder / "safetensors").mkdir(exist_ok=True)
-    dcp.save(
-        storable, storage_writer=HuggingFaceStorageWriter(os.fspath(folder / "safetensors"), save_distributed=True)
-    )
+    if mode != "fsdp1":  # that writer takes no ShardedTensor
+        (folder / "safetensors").mkdir(exist_ok=True)
+        writer = HuggingFaceStorageWriter(os.fspath(folder / "safetensors"), save_distributed=True)
+        dcp.save(storable, storage_writer=writer)
     whole = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
         torch.save(whole, folder / "whole.pt")

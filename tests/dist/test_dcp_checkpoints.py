@@ -1,4 +1,4 @@
-"""Checkpoints of torch's FSDP2, HSDP and tensor parallelism: read, aggregated, loaded by DeepSpeed, written back."""
+"""Checkpoints of FSDP1, FSDP2, HSDP and tensor parallelism: read, aggregated, loaded by DeepSpeed, written back."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ from ort_zero.checkpoint.conversions.converting import convert
 
 RUNS = {
     1: [("gpt2", "fsdp", "adamw")],
-    2: [("llama", "fsdp", "adamw"), ("gpt2", "fsdp", "sgd"), ("experts", "fsdp", "adamw")],
+    2: [
+        ("llama", "fsdp", "adamw"),
+        ("gpt2", "fsdp", "sgd"),
+        ("experts", "fsdp", "adamw"),
+        ("frozen", "fsdp", "adamw"),
+        ("odd", "fsdp1", "adamw"),
+    ],
     3: [("odd", "fsdp", "adamw")],
     4: [("odd", "hsdp", "adamw"), ("odd", "tensor", "adamw"), ("llama", "fsdp", "adagrad")],
 }
 NAMES = ["-".join(run) for runs in RUNS.values() for run in runs]
 FORMS = ("dcp", "titan", "accelerate", "ranks", "safetensors")
+CASES = [(name, form) for name in NAMES for form in FORMS if form != "safetensors" or "fsdp1" not in name]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +49,7 @@ def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*as_bytes)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "form"), CASES)
 def test_each_form_is_aggregated_bit_for_bit(runs, tmp_path, name, form):
     weights, optimizer = torch.load(runs / name / "whole.pt", weights_only=False)
     what = "weights" if form == "safetensors" else "weights+optimizer"
@@ -72,6 +78,14 @@ def test_each_form_is_aggregated_bit_for_bit(runs, tmp_path, name, form):
     assert states.keys() == expected.keys()
     assert all(is_same(states[key], expected[key]) for key in expected)
     assert verify(str(runs / name / form)).ok
+
+
+@pytest.mark.parametrize("form", ["dcp", "accelerate", "ranks"])
+def test_buffers_are_no_frozen_weights(runs, tmp_path, form):
+    report = aggregate(runs / "frozen-fsdp-adamw" / form, tmp_path / "model", exclude_frozen=True)
+    assert any("leaves out" in note and note.endswith("up.bias, up.weight") for note in report.warnings)
+    names = load_file(tmp_path / "model" / "model.safetensors").keys()
+    assert {"halves", "eighths", "count"} < names and names.isdisjoint({"up.weight", "up.bias"})
 
 
 def tied(weights: dict[str, Any]) -> set[str]:

@@ -18,12 +18,12 @@ from deepspeed_checkpoints import read
 from deepspeed_states import GROUPS, MASTERS, deepspeed_names, module_values, write
 
 from ort_zero.checkpoint import torch_file
+from ort_zero.checkpoint.deepspeed.training_state import Values
 from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.records import MASTER
-from ort_zero.checkpoint.restored_values import restored
-from ort_zero.checkpoint.restricted_pickle.values import StoredTensor, TorchConstant
+from ort_zero.checkpoint.restricted_pickle.values import TorchConstant
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -235,19 +235,18 @@ def test_values_of_users_are_restored_where_their_class_is_harmless(tmp_path):
     }
     write(tmp_path / "c", 1, 1, change=lambda name, content: content.update(client=held))
     folder = open_folder(tmp_path / "c")
-
-    def value(stored: StoredTensor) -> torch.Tensor:
-        raw = torch.frombuffer(bytearray(folder.read(MODULE, stored.storage_offset, 24)), dtype=torch.float32)
-        return raw.as_strided(stored.shape, stored.strides)
-
-    content = torch_file.open_torch_file(folder, MODULE).content["client"]
-    found, left = restored(content, value, "client_state")
+    file = torch_file.open_torch_file(folder, MODULE)
+    read, content = Values(folder, file), file.content["client"]
+    other = content.pop("other")
+    found = read(content, "client_state")
     assert found["args"] == held["args"] and found["order"] == held["order"]
     assert type(found["order"][0]) is OrderedDict and found["table"].default_factory is int
     assert found["table"]["best"].equal(held["table"]["best"])
-    assert left == {"client_state['other'][0]": f"{Foreign.__module__}.Foreign"}
+    with pytest.raises(CheckpointError, match=rf"client_state\['other'\]\[0\] is a {Foreign.__module__}.Foreign"):
+        read(other, "client_state['other']")
     unknown = TorchConstant("device", "no_such_device:1")  # of a later version of torch, or of a hostile file
-    assert restored([unknown], value, "v") == ([unknown], {"v[0]": "torch.device"})
+    with pytest.raises(CheckpointError, match=r"v\[0\] is a torch.device"):
+        read([unknown], "v")
 
 
 def test_large_numbers_in_names_of_files_cost_nothing(tmp_path):

@@ -79,9 +79,8 @@ class _Job:
     """The files of the checkpoint by name."""
     merges: Mapping[str, Merge]
     """LoRA's matrices to add, by name of the base weight."""
-    about: Mapping[str, Any]
-    """The fields of the report that describe the source."""
-    warnings: tuple[str, ...]
+    report: AggregateReport
+    """The report of a dry run."""
     plan: Plan
     """The files to write."""
     small_files: Mapping[str, bytes]
@@ -169,12 +168,11 @@ def aggregate(
             raise CheckpointError(f"weights_from is {weights_from!r}, choose from masters, module")
         if ranks.rank == 0:
             source = find_source(os.fspath(src), tag, trust_pickle, tp_split).with_weights_of(weights_from)
-            configs = config_files_beside(source.root, os.fspath(src))
+            configs = _configs(source, os.fspath(src))
             choices = Choices(
                 what=what, strip_prefix=strip_prefix, rename=rename, merge_lora=merge_lora, adapter=adapter
             )
-            texts = {name: text.encode() for name, text in source.config.items()}
-            selected = select(source, choices, {**{name: file.content for name, file in configs.items()}, **texts})
+            selected = select(source, choices, {name: file.content for name, file in configs.items()})
             is_adapter = what == ADAPTER
             if base is not None:
                 selected = replace(selected, source=_filled(selected.source, os.fspath(base)))
@@ -190,32 +188,27 @@ def aggregate(
                 stem=selected.stem,
                 places=selected.places,
             )
-            job = _prepare(selected, plan, configs, target, overwrite)
+            job = _prepare(selected, plan, configs, target, overwrite, dtype)
+            if exclude_frozen and source.format == "dcp" and selected.source.frozen:
+                frozen = shortened(sorted(selected.source.frozen), MAX_NAMED)
+                note = f"--exclude-frozen leaves out what the optimizer has no state of, maybe also buffers: {frozen}"
+                job = replace(job, report=replace(job.report, warnings=(*job.report.warnings, note)))
             if not dry_run:
-                for name in (*(file.name for file in plan.files), *job.small_files):
+                for name in job.report.files:
                     make_folder(target.child(name.rpartition("/")[0]) if "/" in name else target)
     job = ranks.broadcast(job)
-    folder = open_folder(job.root)
-    sizes = {file.name: file.size for file in job.plan.files}
-    warnings = job.warnings
+    folder, report = open_folder(job.root), job.report
     if not dry_run:
         notes, sizes = _write(job, folder, target, ranks, workers=workers, verify=verify, strict=strict, shown=progress)
-        warnings += notes
-    sizes = {**sizes, **{name: len(data) for name, data in job.small_files.items()}}
-    return AggregateReport(
-        **job.about,
-        destination=target.path(),
-        files=sizes,
-        bytes=sum(sizes.values()),
-        tensors=job.plan.tensors,
-        parameters=job.plan.parameters,
-        dtype=dtype,
-        verified=verify and not dry_run,
-        bytes_read=sum(ranks.gather(folder.bytes_read)),
-        seconds=time.perf_counter() - started,
-        dry_run=dry_run,
-        warnings=warnings,
-    )
+        report = replace(
+            report,
+            files={name: sizes[name] for name in report.files},
+            bytes=sum(sizes.values()),
+            verified=verify,
+            dry_run=False,
+            warnings=(*report.warnings, *notes),
+        )
+    return replace(report, bytes_read=sum(ranks.gather(folder.bytes_read)), seconds=time.perf_counter() - started)
 
 
 def _filled(source: Source, base: str) -> Source:
@@ -256,64 +249,66 @@ def _filled(source: Source, base: str) -> Source:
 def _refuse_part(selected: Selected, configs: Mapping[str, ConfigFile]) -> None:
     """Raise CheckpointError if ``from_pretrained`` would draw parameters at random that the save left out."""
     source = selected.source
-    if source.left_out and "config.json" in {*configs, *source.config} - {*selected.left_out}:
+    if source.left_out and "config.json" in configs.keys() - selected.left_out:
         raise CheckpointError(
             f"{source.root} was saved without the frozen parameters {shortened(sorted(source.left_out), MAX_NAMED)}, "
             f"which from_pretrained would draw at random; --base MODEL takes them from a model, --part leaves them out"
         )
 
 
-def _prepare(
-    selected: Selected,
-    plan: Plan,
-    configs: Mapping[str, ConfigFile],
-    target: Folder,
-    overwrite: bool,
-) -> _Job:
-    """Check the destination; return the job for all ranks."""
-    source = selected.source
-    written = {file.name for file in plan.files} | plan.texts.keys()
-    existing = existing_names(target, source.root, (*written, *configs), overwrite)
-    small_files, copied = _config_files(selected, plan, configs)
-    removable = removable_names(target, existing, written, small_files)
-    return _Job(
-        plan=plan,
-        small_files={**small_files, **{name: text.encode() for name, text in plan.texts.items()}},
-        token=uuid.uuid4().hex[:8],
-        removable=removable,
-        root=source.root,
-        files=source.files,
-        merges=selected.merges,
-        about={
-            "source": masked(source.root),
-            "source_format": source.format,
-            "tag": source.tag,
-            "step": source.step,
-            "zero_stage": source.zero_stage,
-            "world_size": source.world_size,
-            "copied": copied,
-        },
-        warnings=tuple(map(masked, (*source.notes, *_missing_files(selected, small_files, existing)))),
-    )
-
-
-def _config_files(
-    selected: Selected, plan: Plan, configs: Mapping[str, ConfigFile]
-) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return content and origin (folder or URL) of each configuration file to write, by name."""
-    source = selected.source
+def _configs(source: Source, src: str) -> dict[str, ConfigFile]:
+    """Return the configuration files in the checkpoint and beside it, by name."""
     refused = [name for name in source.config if not is_config_name(name)]
     if refused:  # checked again after the manifest's reader, since a name becomes a path here
         raise CheckpointError(f"{source.root} contains a file named {refused[0]!r}, which is no configuration file")
-    texts = {name: text.encode() for name, text in source.config.items()}
-    contents = {**{name: file.content for name, file in configs.items()}, **texts}
-    origins = {**{name: file.origin for name, file in configs.items()}, **dict.fromkeys(texts, masked(source.root))}
-    for name in selected.left_out:
-        contents.pop(name, None)
-        origins.pop(name, None)
+    stored = {name: ConfigFile(text.encode(), masked(source.root)) for name, text in source.config.items()}
+    return {**config_files_beside(source.root, src), **stored}
+
+
+def _prepare(
+    selected: Selected, plan: Plan, configs: Mapping[str, ConfigFile], target: Folder, overwrite: bool, dtype: str
+) -> _Job:
+    """Check the destination; return the job for all ranks."""
+    source = selected.source
+    configs = {name: file for name, file in configs.items() if name not in selected.left_out}
+    contents = {name: file.content for name, file in configs.items()}
     if "config.json" in contents:
         contents["config.json"] = with_dtype(contents["config.json"], plan.most_written_dtype())
-    return contents, origins
+    written = {file.name for file in plan.files} | plan.texts.keys()
+    existing = existing_names(target, source.root, (*written, *configs), overwrite)
+    removable = removable_names(target, existing, written, contents)
+    small_files = {**contents, **{name: text.encode() for name, text in plan.texts.items()}}
+    sizes = {file.name: file.size for file in plan.files} | {name: len(data) for name, data in small_files.items()}
+    report = AggregateReport(
+        source=masked(source.root),
+        source_format=source.format,
+        tag=source.tag,
+        step=source.step,
+        zero_stage=source.zero_stage,
+        world_size=source.world_size,
+        destination=target.path(),
+        files=sizes,
+        copied={name: file.origin for name, file in configs.items()},
+        bytes=sum(sizes.values()),
+        tensors=plan.tensors,
+        parameters=plan.parameters,
+        dtype=dtype,
+        verified=False,
+        bytes_read=0,
+        seconds=0.0,
+        dry_run=True,
+        warnings=tuple(map(masked, (*source.notes, *_missing_files(selected, contents, existing)))),
+    )
+    return _Job(
+        root=source.root,
+        files=source.files,
+        merges=selected.merges,
+        plan=plan,
+        small_files=small_files,
+        token=uuid.uuid4().hex[:8],
+        removable=removable,
+        report=report,
+    )
 
 
 def _missing_files(selected: Selected, small_files: Mapping[str, bytes], existing: list[str]) -> list[str]:
@@ -346,16 +341,6 @@ def _write(
     """Write and publish all files; return the warnings and the size in bytes of each file by name.
 
     All ranks must call. After an error before the files get their names, the destination has its earlier content.
-
-    Args:
-        job: the plan of rank 0.
-        folder: folder of the checkpoint.
-        target: the destination.
-        ranks: all ranks of the aggregation.
-        workers: threads per rank, or None for a number that suits the bytes to write.
-        verify: compare the bytes that are read with their checksums.
-        strict: refuse NaN, inf, and values too large for the dtype.
-        shown: show a progress bar on rank 0.
     """
     rank_files = split(job.plan, ranks.rank, ranks.size)
     threads = _thread_count(workers, sum(file.size for file in rank_files))

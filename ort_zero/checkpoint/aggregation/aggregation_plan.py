@@ -121,12 +121,9 @@ def make_plan(
     """Return the plan of the files to write for `source`.
 
     Args:
-        source: an opened checkpoint.
-        what: one of :data:`WHAT`.
         dtype: dtype of floating-point weights and buffers, one of ``dtypes.CHOICES``; optimizer state is not cast.
         max_shard_size: bytes of tensors per file; a tensor that is larger gets a file of its own.
         format: format of the weights, one of :data:`FORMATS`; optimizer state is always safetensors.
-        exclude_frozen: leave out the parameters that the optimizer does not train.
         stem: start of the names of the weight files; None for "model" or "pytorch_model".
         places: by tensor name, the folder and the new name; other tensors keep their names, without a folder.
 

@@ -42,10 +42,7 @@ def existing_names(target: Folder, root: str, written: Iterable[str], overwrite:
     """Return the names of the files at the destination, with the files in the subfolders of the names in `written`.
 
     Args:
-        target: the destination.
         root: folder or URL of the checkpoint that is read.
-        written: names of the files to write.
-        overwrite: True if the destination may hold files.
 
     Raises:
         CheckpointError: the destination lies in the checkpoint, is a checkpoint itself, cannot be listed, or is not
@@ -70,11 +67,6 @@ def removable_names(
     target: Folder, existing: list[str], written: Collection[str], small_files: Mapping[str, bytes]
 ) -> frozenset[str]:
     """Return the names out of `existing` that an aggregation may replace or remove.
-
-    Args:
-        existing: names of the files at the destination.
-        written: names of the output files with tensors, and of their indexes.
-        small_files: content of each configuration file to be written, by name.
 
     Raises:
         CheckpointError: files of other programs, or changed files, have names of files to be written or loaded.
@@ -103,13 +95,8 @@ def publish(
     """Rename the partial files of all ranks to their final names; return the sizes in bytes. All ranks must call.
 
     Args:
-        target: the destination.
-        names: names of the files with tensors, of all ranks.
         own: names of those that this rank wrote.
-        small_files: content of the other files to write, by name; indexes come last.
         removable: names of files there that may be replaced or removed.
-        token: part of the partial names.
-        ranks: all ranks of the aggregation.
 
     Raises:
         CheckpointError: a file cannot be renamed, written or removed.

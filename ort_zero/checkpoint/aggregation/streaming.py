@@ -55,12 +55,8 @@ class Streamer:
     """A writer of output files from one checkpoint.
 
     Args:
-        source: folder with the shards.
-        files: the files of the checkpoint by name.
-        target: the destination.
         token: part of the names of this run's partial files.
         merges: LoRA's matrices to add, by name of the base weight.
-        verify: compare the bytes that are read with the checksums of the format.
         advance: called with the number of source bytes that were written.
     """
 

@@ -27,7 +27,6 @@ class _Planner(DefaultSavePlanner):
     """A planner that reads a tensor when torch writes it.
 
     Args:
-        work: the conversion.
         stored: the stored tensor by the id of its place holder on the device "meta".
     """
 

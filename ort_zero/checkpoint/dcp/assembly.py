@@ -52,6 +52,8 @@ class CheckpointContents:
     aliases: dict[str, str] = field(default_factory=dict)
     parameters: list[str] | None = None
     """Names of the parameters in the order of the model; None if the files do not tell them from buffers."""
+    divided: set[str] = field(default_factory=set)
+    """Names of the weights with several shards: parameters, since FSDP leaves buffers whole."""
     others: list[str] = field(default_factory=list)
     """Keys of values that are neither weights nor states of the optimizer."""
     notes: list[str] = field(default_factory=list)
@@ -104,8 +106,10 @@ def source_of(contents: CheckpointContents) -> Source:
     aliases = {**contents.aliases, **_tied(contents, weights, trained)}
     weights = {name: tensor for name, tensor in weights.items() if name not in aliases}
     tensors: list[Tensor] = []
+    parameters = contents.divided or set(contents.parameters or weights)
     for name, tensor in weights.items():
-        kind = MASTER if name in trained else WEIGHT if is_floating(tensor.dtype) else BUFFER
+        is_weight = is_floating(tensor.dtype) and (name in parameters or not trained)
+        kind = MASTER if name in trained else WEIGHT if is_weight else BUFFER
         tensors.append(replace(tensor, name=name, kind=kind))
     scalars: dict[str, dict[str, float]] = {}
     for value in states:

@@ -37,9 +37,7 @@ def pieces_of_blocks(shape: tuple[int, ...], blocks: Iterable[Block], itemsize: 
     """Return the ranges of elements of a tensor of `shape`, in the order of the elements.
 
     Args:
-        shape: shape of the whole tensor.
         blocks: the blocks; empty ones are left out.
-        itemsize: bytes of one element.
 
     Raises:
         CoverError: elements are in no block or in two, or a block lies outside of the tensor.
@@ -58,10 +56,7 @@ class _Grid(LazyPieces):
     """The contiguous ranges of elements of a tensor whose blocks form a grid.
 
     Args:
-        shape: shape of the whole tensor.
         cuts: indices along each axis at which parts begin.
-        blocks: the blocks by their offsets.
-        itemsize: bytes of one element.
     """
 
     def __init__(

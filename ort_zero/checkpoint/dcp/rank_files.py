@@ -1,7 +1,8 @@
-"""Read files of single ranks: one ``torch.save`` a rank, with a state dict of DTensors (verl, and scripts of FSDP2).
+"""Read files of single ranks: one ``torch.save`` a rank, with a state dict of shards (verl, and scripts of FSDP).
 
 A DTensor's record in the pickle has the rank's block, the mesh of ranks, this rank's place in it, and the placements:
 along which axis of the tensor each axis of the mesh divides it (``torch/distributed/tensor``, torch 2.5 to 2.13).
+The record of a ShardedTensor, which FSDP1 makes, has the blocks of this rank with their offsets.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any
 from ort_zero.checkpoint.dcp.assembly import CheckpointContents, Value
 from ort_zero.checkpoint.dcp.blocks import Block
 from ort_zero.checkpoint.dcp.names import OPTION, OTHER, WEIGHT, meanings
-from ort_zero.checkpoint.records import File
 from ort_zero.checkpoint.restricted_pickle.values import OpaqueObject, StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file, read_number
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -40,7 +40,7 @@ class _Shards:
     dtype: str
     shape: tuple[int, ...]
     is_sharded: bool
-    file: File
+    file: TorchFile
     """The file of the first rank."""
     local: StoredTensor
     """The first rank's shard."""
@@ -73,7 +73,7 @@ def read_rank_files(contents: CheckpointContents) -> None:
             contents.records[by_rank[rank]] = set(file.file.records)
             top = ("model",) if kind == "model" else ("optimizer",)
             for path, value in _leaves(file.content, top):
-                if isinstance(value, StoredTensor) or _is_dtensor(value):
+                if isinstance(value, StoredTensor) or _sharded_kind(value):
                     _add(contents, file, rank, path, value, shards)
                 else:
                     others.setdefault(path, value)
@@ -119,10 +119,12 @@ def _take(
             contents.values.append(Value(meaning, None, value))
 
 
-def _is_dtensor(value: Any) -> bool:
+def _sharded_kind(value: Any) -> str | None:
+    """Return the class of a record of a DTensor or ShardedTensor; None for other values."""
     if not isinstance(value, OpaqueObject) or not value.class_name.endswith("._rebuild_from_type_v2"):
-        return False
-    return getattr(value.args[1], "class_name", "").endswith(".DTensor")
+        return None
+    name = getattr(value.args[1], "class_name", "").rpartition(".")[2]
+    return name if name in ("DTensor", "ShardedTensor") else None
 
 
 def _add(
@@ -134,16 +136,22 @@ def _add(
     shards: dict[tuple[str | int, ...], _Shards],
 ) -> None:
     """Add one rank's block of a tensor; a block that another rank has too must hold the same bytes."""
-    key, name = ".".join(map(str, path)), file.file.name
+    key, name, kind = ".".join(map(str, path)), file.file.name, _sharded_kind(value)
+    is_sharded = kind is not None
     try:
-        local, shape, offsets, is_sharded = _placed(value) if _is_dtensor(value) else (value, value.shape, None, False)
+        if kind == "ShardedTensor":
+            placed = _of_sharded_tensor(value)
+            if placed is None:  # the ranks after the last one with rows
+                return
+        else:
+            placed = _of_dtensor(value) if is_sharded else (value, value.shape, (0,) * len(value.shape))
+        local, shape, offsets = placed
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{contents.folder.path(name)}: the DTensor {key} is not as torch 2.5 to 2.13 write it "
+            f"{contents.folder.path(name)}: the {kind} {key} is not as torch 2.5 to 2.13 write it "
             f"({type(error).__name__}: {error})"
         ) from None
-    offsets = (0,) * len(shape) if offsets is None else offsets
-    found = shards.setdefault(path, _Shards(local.dtype, shape, is_sharded, file.file, local))
+    found = shards.setdefault(path, _Shards(local.dtype, shape, is_sharded, file, local))
     if (found.dtype, found.shape) != (local.dtype, shape):
         raise CorruptCheckpointError(f"{contents.folder.path(name)}: {key} is of another shape or dtype than rank 0's")
     if not math.prod(local.shape):
@@ -165,14 +173,39 @@ def _add(
     contents.notes.append(f"{key} differs between the ranks; rank 0's is taken")
 
 
-def _placed(value: OpaqueObject) -> tuple[StoredTensor, tuple[int, ...], tuple[int, ...], bool]:
-    """Return the local tensor, the whole shape, the block's offsets, and True, of a DTensor's record.
+def _of_sharded_tensor(value: OpaqueObject) -> tuple[StoredTensor, tuple[int, ...], tuple[int, ...]] | None:
+    """Return the local tensor, the whole shape and the block's offsets of a ShardedTensor; None without a block.
+
+    Raises:
+        ValueError: the rank has several blocks, or one of another shape than its metadata say.
+    """
+    shards, whole = value.args[3][0], tuple(value.args[3][1].state["size"])
+    if not shards:
+        return None
+    (shard,) = shards
+    local, place = shard.state["tensor"], _attributes(shard.state["metadata"].state)
+    offsets, sizes = tuple(place["shard_offsets"]), tuple(place["shard_sizes"])
+    if (
+        sizes != local.shape
+        or len(offsets) != len(whole)
+        or any(type(n) is not int or n < 0 for n in (*whole, *offsets))
+    ):
+        raise ValueError(f"its shard has the shape {list(local.shape)}, its metadata say {list(sizes)}")
+    return local, whole, offsets
+
+
+def _attributes(state: Any) -> Any:
+    """Return the attributes in a pickled state, which for a class with slots is (attributes or None, slots)."""
+    return state[1] if isinstance(state, tuple) else state
+
+
+def _of_dtensor(value: OpaqueObject) -> tuple[StoredTensor, tuple[int, ...], tuple[int, ...]]:
+    """Return the local tensor, the whole shape and the block's offsets of a DTensor's record.
 
     Raises:
         ValueError: the placements do not give the local shape, or a rank holds a partial sum.
     """
-    state = value.args[3]
-    state = state[1] if isinstance(state, tuple) else state  # with slots: (attributes or None, slots)
+    state = _attributes(value.args[3])
     local, spec = state["_local_tensor"], state["_spec"].state
     mesh, whole = spec["mesh"].state, spec["tensor_meta"].args[0]
     axes = mesh["_layout"].state["axes"] if "_layout" in mesh else None
@@ -186,7 +219,7 @@ def _placed(value: OpaqueObject) -> tuple[StoredTensor, tuple[int, ...], tuple[i
         offsets[axis], shape[axis] = offsets[axis] + start, min(full, shape[axis] - start)
     if tuple(shape) != local.shape:
         raise ValueError(f"its shard has the shape {list(local.shape)}, its placements say {shape}")
-    return local, tuple(whole), tuple(offsets), True
+    return local, tuple(whole), tuple(offsets)
 
 
 def _in_order(placements: Sequence[OpaqueObject]) -> list[tuple[int, int]]:

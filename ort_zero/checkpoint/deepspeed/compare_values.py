@@ -21,10 +21,7 @@ def same_values(folder: Folder, one: Tensor, other: Tensor, start: int = 0, end:
     tensors are read up to the first difference.
 
     Args:
-        folder: folder of the files of both tensors.
         one: a row-major tensor; the more precise tensor if the dtypes differ.
-        other: a row-major tensor of the same shape.
-        start: first element of the range.
         end: end of the range, exclusive; None for the end of the tensors.
     """
     if one.shape != other.shape or one.strides is not None or other.strides is not None:

@@ -106,12 +106,6 @@ class Experts:
 def open_experts(folder: Folder, names: Iterable[str], files: StateFiles, trust_pickle: bool) -> Experts:
     """Return the experts of a checkpoint, having checked that no expert's file is missing.
 
-    Args:
-        folder: folder of the tag.
-        names: names of all files in it.
-        files: the opened files of module and optimizer states.
-        trust_pickle: let torch unpickle the files, which runs the code that they name.
-
     Raises:
         CorruptCheckpointError: a file is missing or damaged.
         CheckpointError: the experts were trained with ZeRO-3.

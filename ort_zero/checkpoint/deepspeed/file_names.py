@@ -69,10 +69,6 @@ def universal_file_names(folder: Folder) -> list[str]:
 def refuse_unsupported(folder: Folder, names: Sequence[str]) -> None:
     """Raise if a file is of a kind of parallelism or of a format that cannot be read.
 
-    Args:
-        folder: folder of one tag.
-        names: names of all files and folders in it.
-
     Raises:
         CheckpointError: there is a file of such a kind; names the file, its kind and the way out.
     """
@@ -98,7 +94,6 @@ def saved_under_other_name(saved_as: str, name: str) -> bool:
 
     Args:
         saved_as: name under which the file was written, without ``.pt``.
-        name: present name of the file.
     """
     written = f"{saved_as}.pt"
     return written != name and any(pattern.fullmatch(written) for pattern in _STATE_FILES)
@@ -154,12 +149,7 @@ def layer_files(names: Iterable[str]) -> dict[int, dict[int, str]]:
 
 
 def is_universal(folder: Folder, names: Sequence[str]) -> bool:
-    """Return True if a folder of a tag is a universal checkpoint.
-
-    Args:
-        folder: the folder.
-        names: names of the files and folders in it.
-    """
+    """Return True if a folder of a tag is a universal checkpoint."""
     return UNIVERSAL_FOLDER in names and bool(folder.child(UNIVERSAL_FOLDER).names())
 
 

@@ -12,7 +12,6 @@ from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile, read_number
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
-"""Formats of :mod:`struct` by dtype."""
 State = dict[str, Any]
 """The optimizer's state of one flat tensor, by name: "exp_avg", "step", ..."""
 
@@ -88,7 +87,7 @@ def number_of(files: StateFiles, file: TorchFile, stored: StoredTensor, what: st
         CheckpointError: the dtype of the tensor is not expected.
     """
     code = files.dtype_code(file, stored, what)
-    number = read_number(files.folder, file.file, stored)
+    number = read_number(files.folder, file, stored)
     if number is None:
         raise CheckpointError(f"{files.path(file)}: {what!r} is a number of type {code}, which is not expected")
     return number

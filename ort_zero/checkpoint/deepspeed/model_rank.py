@@ -70,9 +70,6 @@ def read_model_rank(
     """Return the tensors and the optimizer in the files of one model rank.
 
     Args:
-        number: number of the model rank.
-        files: the rank's files of module and optimizer states.
-        experts: the experts of the model, if it has any.
         trained: shapes of the trained parameters if other files have their values (a universal checkpoint).
         is_whole: True for the only model rank; weights that are not the masters, cast, and buffers that differ between
             ranks are read then.

@@ -24,7 +24,6 @@ class ModuleState:
     """The model's tensors in the files of module states, with the tied and the frozen names.
 
     Args:
-        files: the opened files.
         trained: names of the parameters in the optimizer's files.
 
     Attributes:

@@ -47,10 +47,6 @@ class FlatLayout:
 def layout_of(files: StateFiles, experts: Experts | None = None) -> FlatLayout:
     """Return the places of the trained parameters.
 
-    Args:
-        files: the opened files, with optimizer states.
-        experts: the experts of the model; None for a model without experts.
-
     Raises:
         CorruptCheckpointError: the module file has no shapes, or other parameters than the optimizer's files; a rank
             has flat tensors of other sizes.
@@ -99,9 +95,6 @@ def flat_tensors(files: StateFiles, layout: FlatLayout, kind: str, flats: list[F
     """Yield the tensor of `kind` of each parameter that has such a tensor.
 
     Args:
-        files: files of the checkpoint.
-        layout: places of the parameters.
-        kind: :data:`~ort_zero.checkpoint.records.MASTER` or the name of an optimizer state.
         flats: flat tensors of each rank; a missing tensor has no entry.
 
     Raises:

@@ -49,7 +49,6 @@ def join_stages(stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> Mod
     """Return the whole model, joined from the stages of a pipeline and the files of its layers.
 
     Args:
-        stages: the model ranks of the stages, in their order.
         opened: the layers' files by the number of the layer.
 
     Raises:

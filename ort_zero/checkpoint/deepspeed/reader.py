@@ -35,8 +35,6 @@ def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequenc
     """Return the checkpoint in `folder`, having checked that none of its files is missing.
 
     Args:
-        folder: the folder of one tag.
-        trust_pickle: let torch unpickle the files, which runs the code that they name.
         tp_split: texts of rules on how tensor-parallel ranks share tensors. The first rule that matches a name decides;
             without a match, the checkpoint decides.
 
@@ -100,10 +98,6 @@ class Topology(NamedTuple):
 
 def find_topology(files: Mapping[int, StateFiles], layers: Mapping[int, Mapping[int, str]]) -> Topology:
     """Return the topology of the run that wrote the files, having checked that no model rank or layer is missing.
-
-    Args:
-        files: the files of each model rank.
-        layers: the layers' files of each tensor-parallel rank of a pipeline.
 
     Raises:
         CorruptCheckpointError: files of a model rank or of a layer are missing, or are too many.

@@ -70,8 +70,6 @@ def split_along(shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Se
     """Return the split of a tensor whose parts are concatenated along one dimension.
 
     Args:
-        shapes: shape of each rank's part.
-        dim: the dimension.
         widths: for a tensor of several fused tensors: the width of each on each rank along `dim`, in elements. By
             default nothing is fused.
 
@@ -167,10 +165,6 @@ class PiecesOnDemand(Sequence[Piece]):
 
     A matrix with 8192 rows on 8 ranks has 65536 pieces, a large model hundreds of these matrices. Only the pieces of
     the :data:`TENSORS_KEPT` tensors used last stay in memory. Thread-safe.
-
-    Args:
-        parts: the ranks' parts.
-        split: split of the tensor over the ranks.
     """
 
     def __init__(self, parts: tuple[Tensor, ...], split: Split):

@@ -135,9 +135,6 @@ def open_state_files(
     """Return the files of one model rank of one tag.
 
     Args:
-        folder: folder of the tag.
-        names: names of the files of this model rank.
-        trust_pickle: let torch unpickle the files, which runs the code that they name.
         model_rank: the number after ``mp_rank_`` in the names.
         pipeline: True if files of layers have the module, False if the module file has it, None if either may be.
 
@@ -178,16 +175,13 @@ def open_state_files(
 
 
 def notes_on(opened: Sequence[TorchFile]) -> Iterator[str]:
-    """Yield notes for the user on unknown classes and missing checksums in some files."""
+    """Yield a note for the user on unknown classes in some files."""
     classes = {name for file in opened for name in file.opaque if not name.startswith(_NEVER_READ)}
     if classes:
         yield (
             f"the files hold objects of the classes {shortened(sorted(classes), MAX_NAMED)}, which are not imported: "
             "the values of these objects are not read"
         )
-    unchecked = [file.file.name for file in opened if not file.file.records]
-    if unchecked:
-        yield f"files without checksums, in which damage to the data is not noticed: {shortened(unchecked, 3)}"
 
 
 def open_part(folder: Folder, name: str, trust_pickle: bool, shared: Contents | None = None) -> TorchFile:
@@ -216,10 +210,6 @@ def open_states(
     """Return one opened file of module or optimizer states.
 
     Args:
-        folder: folder of the tag.
-        name: name of the file.
-        trust_pickle: let torch unpickle the file, which runs the code that it names.
-        pipeline: see :func:`open_state_files`.
         shared: contents of other files of the tag; files with the same pickle share one content.
 
     Raises:

@@ -35,8 +35,6 @@ def join_tensor_parallel(ranks: Sequence[ModelRank], rules: Sequence[Rule] = (),
 
     Args:
         ranks: the ranks in their order; each has a part of every tensor, or the whole of it.
-        rules: the user's rules.
-        config: content of the model's ``config.json``, if there is one.
 
     Raises:
         SplitUnknownError: the split of some tensors is unknown; names the tensors.
@@ -139,9 +137,6 @@ class _Splits:
         """Return the whole tensor, joined from the ranks' parts.
 
         Args:
-            name: name of the tensor.
-            parts: the ranks' parts.
-            split: split of the tensor over the ranks.
             compare: compare the elements that several ranks hold.
         """
         for one, other in split.replicated if compare else ():

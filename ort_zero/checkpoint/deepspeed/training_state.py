@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import torch
@@ -17,8 +18,13 @@ from ort_zero.checkpoint.deepspeed.file_names import (
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.reads.training_state import TrainingState
 from ort_zero.checkpoint.records import EXTRA_STATE, Source, is_extra_state
-from ort_zero.checkpoint.restored_values import restored
-from ort_zero.checkpoint.restricted_pickle.values import OpaqueObject, StoredTensor
+from ort_zero.checkpoint.restricted_pickle.values import (
+    ClassReference,
+    OpaqueObject,
+    StoredStorage,
+    StoredTensor,
+    TorchConstant,
+)
 from ort_zero.checkpoint.torch_file import TorchFile, checked_bytes, open_torch_file
 from ort_zero.errors import CheckpointError
 
@@ -35,10 +41,7 @@ def read_deepspeed_training_state(folder: Folder, source: Source, rank: int, tru
     """Return the training state that `rank` saved; a rank that the saving run did not have gets rank 0's state.
 
     Args:
-        folder: folder of the checkpoint.
-        source: the opened checkpoint.
         rank: rank in the run that loads.
-        trust_pickle: let torch unpickle the files, which runs the code that they name.
 
     Raises:
         CorruptCheckpointError: a tensor of the user's state is damaged.
@@ -46,7 +49,7 @@ def read_deepspeed_training_state(folder: Folder, source: Source, rank: int, tru
     """
     file = _file_of(folder, source, rank, trust_pickle, RANK_MODULE_FILE, MODULE_FILE)
     assert file is not None, "the source was opened, so there is a module file"
-    read = _Values(folder, file)
+    read = Values(folder, file)
     content = file.content
     steps = int(content.get("global_steps") or 0)
     counters = {"global_steps": steps, "skipped_steps": int(content.get("skipped_steps") or 0)}
@@ -110,8 +113,8 @@ def _loss_scaler(content: dict[str, Any]) -> dict[str, Any] | None:
     return {"class": name, "state": numbers}
 
 
-class _Values:
-    """A function that reads the tensors in values of a file of the checkpoint in `folder`."""
+class Values:
+    """A function that turns records in the values of one file of a checkpoint back into values of torch."""
 
     def __init__(self, folder: Folder, file: TorchFile):
         self._folder = folder
@@ -124,17 +127,40 @@ class _Values:
             CheckpointError: the value holds an object of a class that ort_zero does not import.
             CorruptCheckpointError: a tensor in the value is damaged.
         """
-        result, opaque = restored(value, self._tensor, where)
-        for place, name in opaque.items():
-            raise CheckpointError(
-                f"{self._folder.path(self._file.file.name)}: {place} is a {name}, a class that ort_zero does not "
-                "import; checkpoint.load(..., trust_pickle=True) imports it, and runs the code that the file names"
+        kind = type(value)
+        if kind is StoredTensor:
+            return self._tensor(value)
+        if kind is TorchConstant:
+            try:
+                return torch.device(value.name) if value.kind == "device" else getattr(torch, value.name)
+            except (AttributeError, RuntimeError):
+                raise self._refused(where, f"torch.{value.kind} that this torch does not have") from None
+        if isinstance(value, (OpaqueObject, ClassReference, StoredStorage)):
+            name = getattr(value, "class_name", "storage of torch")
+            raise self._refused(
+                where,
+                f"{name}, a class that ort_zero does not import; checkpoint.load(..., trust_pickle=True) imports it, "
+                "and runs the code that the file names",
             )
-        return result
+        if isinstance(value, dict):
+            result = value.copy()  # a dict, an OrderedDict, a defaultdict or a Counter
+            result.clear()
+            result.update({self(key, where): self(item, f"{where}[{key!r}]") for key, item in value.items()})
+            return result
+        if kind in (list, tuple, set, frozenset):
+            return kind([self(item, f"{where}[{i}]") for i, item in enumerate(value)])
+        if kind is argparse.Namespace:
+            namespace = argparse.Namespace()
+            vars(namespace).update({name: self(item, f"{where}.{name}") for name, item in vars(value).items()})
+            return namespace
+        return value
+
+    def _refused(self, where: str, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._folder.path(self._file.file.name)}: {where} is a {what}")
 
     def _tensor(self, stored: StoredTensor) -> torch.Tensor:
         dtype = getattr(torch, stored.dtype)
         if 0 in stored.shape:
             return torch.empty(stored.shape, dtype=dtype)
-        data = bytearray(checked_bytes(self._folder, self._file.file, stored, stored.span * stored.itemsize))
+        data = bytearray(checked_bytes(self._folder, self._file, stored, stored.span * stored.itemsize))
         return torch.frombuffer(data, dtype=dtype).as_strided(stored.shape, stored.strides).clone()

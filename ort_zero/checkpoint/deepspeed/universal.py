@@ -54,12 +54,7 @@ def read_universal(
     """Return the tensors and the optimizer of a universal checkpoint.
 
     Args:
-        folder: folder of the tag.
-        files: the copied files of module states of each model rank.
         tensor_degree: number of tensor-parallel ranks of the run.
-        trust_pickle: let torch unpickle the files, which runs the code that they name.
-        tp_split: the user's rules for tensors that are not trained.
-        config: content of the model's ``config.json``, if there is one.
         zero3_modules: names of further files of module states, see ``zero3_module_names``.
 
     Raises:
@@ -117,10 +112,7 @@ def _read_parameter(states: StateFiles, name: str, shape: tuple[int, ...] | None
     """Return the tensors of one parameter.
 
     Args:
-        states: files of module states.
-        name: name of the parameter.
         shape: shape of the parameter; None if tensor-parallel ranks had parts of it.
-        trust_pickle: let torch unpickle the files, which runs the code that they name.
     """
     place = f"{UNIVERSAL_FOLDER}/{name}"
     file_names = states.folder.child(place).names()

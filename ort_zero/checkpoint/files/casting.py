@@ -44,7 +44,6 @@ def all_finite(data: Any, code: str) -> bool:
 
     Args:
         data: the bytes of the elements: a buffer, or an array of unsigned integers of the element size.
-        code: dtype of the elements, as a safetensors code.
     """
     limit = _INFINITIES.get(code)
     values = as_integers(data, limit.unsigned.itemsize) if limit is not None else None
@@ -144,9 +143,6 @@ def rows_of(data: Any, size: int, shape: tuple[int, ...], strides: tuple[int, ..
     """Return a view of bytes as an array of unsigned integers with the shape and strides of a tensor.
 
     Args:
-        data: a buffer with all elements.
-        size: bytes per element.
-        shape: lengths of the axes.
         strides: distance between neighbours along each axis, in elements.
     """
     return np.ndarray(shape, _UNSIGNED[size], data, 0, tuple(size * stride for stride in strides))

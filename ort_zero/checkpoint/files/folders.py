@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO
+from typing import IO, Any
+
+from isal.isal_zlib import crc32
 
 from ort_zero.errors import CorruptCheckpointError
 from ort_zero.masking import masked
 
 CHUNK = 8 << 20
 """Maximum number of bytes that each thread reads or writes at a time."""
-
-
+_STREAM_BUFFER = 1 << 18
+"""Number of bytes that a stream of :meth:`Folder.open` reads at a time."""
 _WEB = ("http://", "https://")
+_thread = threading.local()
 
 
 class Folder:
@@ -89,9 +93,6 @@ class Folder:
         """Return `length` bytes of a file from `offset` on, by default all bytes to the end.
 
         Args:
-            name: name of the file.
-            offset: number of bytes to skip.
-            length: number of bytes to return.
             limit: maximum size of the file in bytes, checked if `length` is None.
 
         Raises:
@@ -109,13 +110,43 @@ class Folder:
         self.read_into(name, offset, memoryview(buffer))
         return bytes(buffer)
 
-    def open(self, name: str) -> IO[bytes]:
-        """Open a file for reading, seekable.
+    def blocks(self, name: str, start: int, end: int) -> Iterator[memoryview]:
+        """Yield the bytes of a file from `start` to `end`, in memory that the next block of this thread overwrites.
+
+        Raises:
+            CorruptCheckpointError: the file is missing or too short.
+        """
+        if len(getattr(_thread, "block", b"")) < self.block:
+            _thread.block = memoryview(bytearray(self.block))
+        for position in range(start, end, self.block):
+            view = _thread.block[: min(self.block, end - position)]
+            self.read_into(name, position, view)
+            yield view
+
+    def crc32(
+        self, name: str, start: int, end: int, crc: int = 0, advance: Callable[[int], Any] = lambda count: None
+    ) -> int:
+        """Return the CRC-32 of the bytes from `start` to `end`, which follow bytes with the CRC-32 `crc`.
+
+        Args:
+            crc: CRC-32 of the bytes before.
+            advance: called with the number of bytes of each read.
+        """
+        for view in self.blocks(name, start, end):
+            crc = crc32(view, crc)
+            advance(len(view))
+        return crc
+
+    def open(self, name: str, start: int = 0, length: int | None = None) -> IO[bytes]:
+        """Open a file, or `length` bytes of a file from `start` on, for reading, seekable.
 
         Raises:
             CorruptCheckpointError: the file is missing.
         """
-        raise NotImplementedError
+        size = self.size(name)
+        if size is None:
+            raise CorruptCheckpointError(f"{self.path(name)} is missing")
+        return io.BufferedReader(_Range(self, name, start, size - start if length is None else length), _STREAM_BUFFER)
 
     def make(self) -> None:
         """Make the folder and its parents; the folder may exist."""
@@ -126,7 +157,6 @@ class Folder:
         """Yield a binary stream whose bytes :meth:`publish` makes visible as `name`; an exception removes them.
 
         Args:
-            name: final name.
             token: part of the partial name, different for each writer of `name`.
             durable: flush the bytes to the disk at the end; object stores always do.
             size: number of bytes to be written, 0 if unknown: a store needs larger parts for a larger object.
@@ -169,10 +199,7 @@ class Folder:
         """Write a whole small file and publish it.
 
         Args:
-            name: final name; a file of that name is replaced.
-            data: content.
             token: part of the partial name, different for each writer of `name`.
-            durable: flush content and name to the disk.
 
         Raises:
             CheckpointError: the file cannot be written; no partial file stays.
@@ -206,3 +233,32 @@ def joined_url(url: str, name: str) -> str:
     """Return the URL of the file or folder `name` in the folder `url`; the query of a web address stays at the end."""
     address, question, query = url.partition("?") if url.startswith(_WEB) else (url, "", "")
     return f"{address.rstrip('/')}/{name}{question}{query}"
+
+
+class _Range(io.RawIOBase):
+    """A stream of the `size` bytes of a file from byte `start` on."""
+
+    def __init__(self, folder: Folder, name: str, start: int, size: int):
+        super().__init__()
+        self._folder, self._name, self._start, self._size = folder, name, start, size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise OSError(22, "the position is before the start of the file")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        length = max(0, min(len(view), self._size - self._position))
+        self._folder.read_into(self._name, self._start + self._position, view[:length])
+        self._position += length
+        return length

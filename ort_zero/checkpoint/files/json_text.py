@@ -33,11 +33,6 @@ def loads(text: str | bytes | bytearray) -> Any:
 def read_object(folder: Folder, name: str, limit: int) -> bytes:
     """Return the bytes of a file that holds one JSON object.
 
-    Args:
-        folder: folder of the file.
-        name: name of the file.
-        limit: maximum size of the file in bytes.
-
     Raises:
         CorruptCheckpointError: the file is missing, longer than `limit`, or does not begin and end like an object. So a
             large file that a full disk or an attacker padded with zeros is not read.

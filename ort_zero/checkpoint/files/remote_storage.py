@@ -8,7 +8,6 @@ the exception as its cause.
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any, TypeVar
@@ -18,8 +17,6 @@ from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.masking import masked_as_in
 from ort_zero.utils.atomic_write import partial_name
 
-_BUFFER = 1 << 18
-"""Number of bytes that a stream of :meth:`RemoteFolder.open` reads at a time."""
 RANGE_BYTES = CHUNK
 """Maximum number of bytes of one ranged request; the requests of one read are sent together."""
 _MAX_PARTS = 5_000
@@ -146,13 +143,6 @@ class RemoteFolder(Folder):
             buffer[start - offset : last - offset] = data
         self._count(len(buffer))
 
-    def open(self, name: str) -> IO[bytes]:
-        """Open an object for reading, by ranged requests."""
-        size = self.size(name)
-        if size is None:
-            raise CorruptCheckpointError(f"{self.path(name)} is missing")
-        return io.BufferedReader(_Ranges(self, name, size), _BUFFER)
-
     @_masking("make")
     def make(self) -> None:
         """Make the folder if the store has folders; the folder may exist."""
@@ -222,41 +212,3 @@ class RemoteFolder(Folder):
     def remove_if_possible(self, name: str) -> None:
         """Remove an object, with one try of at most :data:`_SECONDS_TO_REMOVE` seconds."""
         self._forget(self._at(name))
-
-
-class _Ranges(io.RawIOBase):
-    """A stream that reads an object by ranged requests.
-
-    Args:
-        folder: folder of the object.
-        name: name of the object.
-        size: size of the object in bytes.
-    """
-
-    def __init__(self, folder: RemoteFolder, name: str, size: int):
-        super().__init__()
-        self._folder, self._name, self._size = folder, name, size
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        if start + offset < 0:
-            raise OSError(22, "the position is before the start of the file")
-        self._position = start + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        length = max(0, min(len(view), self._size - self._position))
-        self._folder.read_into(self._name, self._position, view[:length])
-        self._position += length
-        return length

@@ -34,8 +34,6 @@ def encode(entries: Iterable[HeaderEntry], metadata: Mapping[str, str], advice: 
     """Return the bytes of a header, with its length.
 
     Args:
-        entries: the tensors of the file.
-        metadata: texts for the entry ``__metadata__``.
         advice: the way out for a file with too many tensors, for the error.
 
     Raises:
@@ -62,11 +60,6 @@ class Header(NamedTuple):
 
 def read(folder: Folder, name: str, size: int) -> Header:
     """Return the header of a file.
-
-    Args:
-        folder: folder of the file.
-        name: name of the file.
-        size: size of the file in bytes.
 
     Raises:
         CorruptCheckpointError: the file is missing or shorter than `size`.

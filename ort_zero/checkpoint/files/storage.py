@@ -150,10 +150,6 @@ class LocalFolder(Folder):
     def _unreadable(self, name: str, error: OSError) -> CheckpointError:
         return CheckpointError(f"cannot read {self.path(name)}: {error.strerror or error}")
 
-    def open(self, name: str) -> IO[bytes]:
-        """Open a local file for reading."""
-        return os.fdopen(self._open_descriptor(name), "rb")
-
     def make(self) -> None:
         """Make the folder and its parents on the file system; the folder may exist."""
         self._root.mkdir(parents=True, exist_ok=True)

@@ -71,10 +71,6 @@ def dump(source: Source, versions: Mapping[str, str]) -> bytes:
 def parse(data: bytes, root: str) -> Source:
     """Return the checkpoint that a manifest describes.
 
-    Args:
-        data: the content of the manifest.
-        root: folder or URL of the checkpoint.
-
     Raises:
         CorruptCheckpointError: no JSON, another digest, a wrong type or value, or a file name that leaves the folder; a
             file or tensor is listed twice; pieces leave a gap, overlap, or claim more bytes than their file has.

@@ -84,10 +84,6 @@ def decode_in_json(value: Any) -> Any:
 def decode(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return the Python value of an encoded value.
 
-    Args:
-        value: result of :func:`encode`.
-        tensors: the list that :func:`encode` appended to.
-
     Raises:
         CheckpointError: `value` is damaged, or has a type that only later versions of ort_zero know.
     """

@@ -202,12 +202,6 @@ def open_any(path: str, tag: str | None = None, trust_pickle: bool = False, tp_s
 
     From a folder with both, such as the Trainer's ``checkpoint-N``, the checkpoint is returned.
 
-    Args:
-        path: folder, file of safetensors, or fsspec URL.
-        tag: tag of the checkpoint if `path` holds several.
-        trust_pickle: unpickle any object in DeepSpeed's files, which may run code.
-        tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
-
     Raises:
         CheckpointError: there is neither a checkpoint nor a model, or it cannot be read.
         CorruptCheckpointError: files are missing or damaged.

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from ort_zero.checkpoint import seal
-from ort_zero.checkpoint.dcp import verification as dcp_verification
+from ort_zero.checkpoint.dcp import reader as dcp
 from ort_zero.checkpoint.deepspeed import file_names
+from ort_zero.checkpoint.deepspeed.split_rules import parse_rules
+from ort_zero.checkpoint.deepspeed.tensor_parallel import SplitUnknownError
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.finding import find, format_in, no_checkpoint, note_on_other, open_in, whole_checkpoints_text
+from ort_zero.checkpoint.finding import find, format_in, no_checkpoint, open_in, whole_checkpoints_text
 from ort_zero.checkpoint.format import manifest
-from ort_zero.checkpoint.reads.shard_checks import is_of_another_save, problem_of_shard, thread_buffer
-from ort_zero.checkpoint.records import MAX_NAMED
+from ort_zero.checkpoint.reads.shard_checks import is_of_another_save, problem_of_shard
+from ort_zero.checkpoint.records import File, Source
+from ort_zero.checkpoint.torch_file import read_records
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
 from ort_zero.utils.progress import bar
@@ -25,6 +29,8 @@ from ort_zero.utils.text import shortened
 _OURS = re.compile(r"rank_.*|.*\.safetensors")
 _OF_MACOS = "._"
 """Prefix of the names of files that macOS adds beside others on disks of other systems."""
+_MAX_NAMED = 3
+"""Maximum number of damaged tensors that a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +71,6 @@ class _Findings:
     problems: list[tuple[str, str]] = field(default_factory=list)
     """File name and text of each problem; the name is empty for problems of no single file."""
     notes: list[str] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    """Names of the files that were read."""
 
 
 def verify(
@@ -100,6 +104,7 @@ def verify(
     """
     if workers < 1:
         raise CheckpointError(f"workers must be at least 1, not {workers}")
+    parse_rules(tp_split)  # a wrong rule is the user's fault, not the checkpoint's
     start = time.monotonic()
     located = find(path, tag)
     folder = located.folder
@@ -109,14 +114,23 @@ def verify(
         raise no_checkpoint(folder)
     if seal_it:
         seal.refuse_own_checksums(format_name, folder.path())
-    if format_name == "ort_zero":
-        _verify_ours(folder, findings, workers, progress)
-    elif format_name == "dcp":
-        _verify_dcp(folder, findings, workers, progress)
-    else:
-        _verify_deepspeed(folder, findings, workers, trust_pickle, tp_split, progress)
-    if format_name != "ort_zero" and not findings.problems:
-        _compare_or_seal(folder, findings, seal_it, progress)
+    source, failure = None, None
+    try:
+        source = open_in(folder, trust_pickle, tp_split)
+        findings.tag, findings.tensors = source.tag, len(source.tensors)
+        findings.notes += source.notes
+    except SplitUnknownError as error:
+        findings.notes.append(f"its tensors cannot be put together yet: {error}")
+    except CheckpointError as error:
+        failure = str(error)
+    names = _names(folder, format_name, source, findings)
+    _check_files(folder, names, _Checks(folder, format_name, source, seal_it), findings, workers, progress)
+    # a damaged file that was named already need not be named again
+    if failure and not any(folder.path(name) in failure for name, _ in findings.problems):
+        findings.problems.append(("", failure))
+    if seal_it and not findings.problems:
+        with bar(findings.bytes, "seal", shown=progress) as shown:
+            findings.notes.append(f"wrote {seal.seal(folder, names, shown.update)}")
     if findings.problems and located.by_latest is not None:
         findings.notes.append(f"{manifest.LATEST} names it; {whole_checkpoints_text(located.by_latest, folder)}")
     return VerifyReport(
@@ -132,17 +146,17 @@ def verify(
     )
 
 
-def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bool) -> None:
-    """Check the manifest, every file in its list, and whether the folder has other files."""
-    findings.files, findings.bytes = 1, folder.size(manifest.NAME) or 0
-    try:
-        source = manifest.read(folder)
-        assert source is not None, "the manifest existed a moment ago"
-    except CheckpointError as error:
-        findings.problems.append((manifest.NAME, str(error)))
-        return
-    findings.tag, findings.tensors = source.tag, len(source.tensors)
-    findings.notes += [*note_on_other(folder), *source.remarks()]
+def _names(folder: Folder, format_name: str, source: Source | None, findings: _Findings) -> list[str]:
+    """Return the files to read; add a problem or a note for each file that the checkpoint should not have."""
+    if format_name == "deepspeed":
+        return [*file_names.state_file_names(folder), *file_names.universal_file_names(folder)]
+    if source is None:
+        return [manifest.NAME] if format_name == "ort_zero" else []
+    if format_name == "dcp":
+        for name in dcp.surplus_files(source, folder):
+            text = f"{folder.path(name)} is one too many: the metadata do not name it; remove it"
+            findings.problems.append((name, text))
+        return [*source.files, *dcp.metadata_files(folder)]
     for name in folder.names():
         if name in source.files or name == manifest.NAME or name.startswith(_OF_MACOS):
             continue
@@ -155,107 +169,68 @@ def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bo
         elif _OURS.fullmatch(name):
             text = f"{folder.path(name)} is one too many: the manifest does not list it; remove it"
             findings.problems.append((name, text))
-
-    def check(name: str, advance: Callable[[int], Any]) -> list[str]:
-        problem = problem_of_shard(folder, source.files[name], source, advance)
-        return [problem] if problem else []
-
-    _check_files(folder, list(source.files), check, findings, workers, progress)
+    return [manifest.NAME, *source.files]
 
 
-def _verify_deepspeed(
-    folder: Folder, findings: _Findings, workers: int, trust_pickle: bool, tp_split: Sequence[str], progress: bool
-) -> None:
-    """Check every record of every state file, and whether the files belong together."""
-    from ort_zero.checkpoint.deepspeed.split_rules import parse_rules
-    from ort_zero.checkpoint.deepspeed.tensor_parallel import SplitUnknownError
+class _Checks:
+    """The checks of single files: each byte is read once, and compared with the best checksum that there is."""
 
-    parse_rules(tp_split)  # a wrong rule is the user's fault, not the checkpoint's
-    names = [*file_names.state_file_names(folder), *file_names.universal_file_names(folder)]
-    _check_files(
-        folder, names, lambda name, advance: _problems_of_torch_file(folder, name, advance), findings, workers, progress
-    )
-    try:
-        source = open_in(folder, trust_pickle, tp_split)
-    except SplitUnknownError as error:
-        findings.notes.append(f"its tensors cannot be put together yet: {error}")
-    except CheckpointError as error:
-        # a damaged file that was named already need not be named again
-        if not any(folder.path(name) in str(error) for name, _ in findings.problems):
-            findings.problems.append(("", str(error)))
-    else:
-        findings.tensors = len(source.tensors)
-        findings.notes += source.notes
+    def __init__(self, folder: Folder, format_name: str, source: Source | None, seal_it: bool):
+        self._folder, self._format, self._source = folder, format_name, source
+        self.sealed: Mapping[str, File] = {}
+        if format_name != "ort_zero" and not seal_it:
+            with suppress(CheckpointError):  # a damaged seal is a problem already: the checkpoint was not opened
+                self.sealed = seal.read_seal(folder) or {}
 
+    def __call__(self, name: str, advance: Callable[[int], Any]) -> Iterator[str]:
+        """Yield the problems of one file."""
+        folder, source = self._folder, self._source
+        if self._format == "ort_zero":
+            if source is not None and name != manifest.NAME:
+                problem = problem_of_shard(folder, source.files[name], source, advance)
+                yield from [problem] if problem else []
+            return
+        if self.sealed:
+            problem = seal.size_problem(folder, name, self.sealed)
+            if problem:
+                yield problem
+                return
+            checksums = self.sealed[name].records
+        elif source is not None and name in source.files:
+            checksums = source.files[name].records
+        else:
+            checksums = read_records(folder, name) if name.endswith(".pt") else ()
+        for start, length, crc in checksums:
+            if folder.crc32(name, start, start + length, advance=advance) != crc:
+                yield f"{folder.path(name)} is damaged: {self._place(name, start, start + length)}"
 
-def _problems_of_torch_file(folder: Folder, name: str, advance: Callable[[int], Any]) -> Iterable[str]:
-    """Yield the problems of one ``.pt`` file: of its zip headers, and each record whose CRC-32 differs."""
-    from ort_zero.checkpoint import torch_file
-
-    buffer = thread_buffer(folder)
-    for record in torch_file.read_records(folder, name):
-        if not torch_file.crc_is_right(folder, name, record, buffer):
-            yield f"{folder.path(name)} is damaged: the CRC-32 of its record {record.name} is wrong"
-        advance(record.length)
-
-
-def _verify_dcp(folder: Folder, findings: _Findings, workers: int, progress: bool) -> None:
-    """Check every record of every shard, and that the shards cover each tensor once."""
-    unchecked: list[str] = []
-    try:
-        source = open_in(folder)
-        shards = dcp_verification.shards_of(folder, source)
-    except CheckpointError as error:
-        findings.problems.append(("", str(error)))
-        return
-
-    def check(name: str, advance: Callable[[int], Any]) -> Iterable[str]:
-        buffer = thread_buffer(folder)
-        return dcp_verification.problems_of_file(folder, name, shards[name], buffer, advance, unchecked)
-
-    _check_files(folder, list(shards), check, findings, workers, progress)
-    findings.names += dcp_verification.metadata_files(folder)
-    findings.tensors = len(source.tensors)
-    findings.notes += source.notes
-    for name in dcp_verification.surplus_files(folder, list(shards)):
-        findings.problems.append((name, f"{folder.path(name)} is one too many: the metadata do not name it; remove it"))
-    if unchecked and not folder.exists(seal.NAME):
-        findings.notes.append(
-            f"the values of {shortened(sorted(set(unchecked)), MAX_NAMED)} could not be checked: the format has no "
-            "checksums of them (ort-zero verify --seal writes some)"
-        )
-
-
-def _compare_or_seal(folder: Folder, findings: _Findings, seal_it: bool, progress: bool) -> None:
-    """Write a seal, or compare all files with the seal that is there."""
-    if seal_it:
-        with bar(findings.bytes, "seal", shown=progress) as shown:
-            findings.notes.append(f"wrote {seal.seal(folder, findings.names, shown.update)}")
-        return
-    try:
-        sealed = seal.read_seal(folder) or {}
-    except CheckpointError as error:
-        findings.problems.append((seal.NAME, str(error)))
-        return
-    findings.problems += [(name, text) for name in sealed for text in seal.problems_of_file(folder, name, sealed)]
+    def _place(self, name: str, start: int, end: int) -> str:
+        """Return which bytes are damaged, and of which tensors."""
+        tensors = self._source.tensors if self._source is not None else ()
+        damaged = [
+            f"{tensor.kind} of {tensor.name}"
+            for tensor in tensors
+            if any(p.file == name and p.offset < end and start < p.offset + p.length for p in tensor.pieces)
+        ]
+        where = f", in {shortened(damaged, _MAX_NAMED)}" if damaged else ""
+        return f"bytes {start} to {end} do not match their CRC-32{where}"
 
 
 def _check_files(
     folder: Folder,
     names: Sequence[str],
-    check: Callable[[str, Callable[[int], Any]], Iterable[str]],
+    check: _Checks,
     findings: _Findings,
     workers: int,
     progress: bool,
 ) -> None:
     """Run `check` on all files in threads, largest files first, and add the problems to `findings`."""
     sizes = {}
-    for name in names:
+    for name in dict.fromkeys((*names, *check.sealed)):
         try:
             sizes[name] = folder.size(name) or 0
         except CheckpointError:  # a FIFO, a folder or a device has the name, which `check` reports
             sizes[name] = 0
-    findings.names += sizes
     findings.files += len(sizes)
     findings.bytes += sum(sizes.values())
     with bar(sum(sizes.values()), "verify", shown=progress) as shown, ThreadPoolExecutor(workers) as pool:

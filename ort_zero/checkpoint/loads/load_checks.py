@@ -59,10 +59,7 @@ def _warn_of_differences(state: EngineState, source: Source, resolved: dict[str,
     """Warn of tensors that stay as they are, lose their tie, or lose their optimizer state.
 
     Args:
-        state: state of the engine.
-        source: the checkpoint.
         resolved: stored name of each parameter and buffer by its name in the model.
-        full: True if optimizer states are loaded.
     """
     stored, trained = source.weights(), state.optimized()
     moments = {tensor.name for tensor in source.tensors if tensor.is_optimizer_state} if full else set()
@@ -87,11 +84,6 @@ def _warn_of_differences(state: EngineState, source: Source, resolved: dict[str,
 
 def refuse_other_optimizer(state: EngineState, source: Source, saved: TrainingState) -> None:
     """Raise if the engine's optimizer has other states than the checkpoint's; warn if only the class differs.
-
-    Args:
-        state: state of the engine.
-        source: the checkpoint.
-        saved: training state of the checkpoint, with checked counters.
 
     Raises:
         CheckpointError: the checkpoint's optimizer has other states than the engine's.
@@ -160,11 +152,6 @@ def _is_other_optimizer(stored: str | None, name: str) -> bool:
 def refuse_other_scheduler(state: EngineState, saved: TrainingState, root: str) -> None:
     """Raise if the engine's scheduler cannot load the saved scheduler state; warn if the classes differ.
 
-    Args:
-        state: state of the engine.
-        saved: training state of the checkpoint.
-        root: folder or URL of the checkpoint, for messages.
-
     Raises:
         CheckpointError: the classes differ, and their states have different keys.
     """
@@ -211,8 +198,6 @@ def optimizer_settings(state: EngineState, source: Source, full: bool) -> Optimi
     """Return the optimizer's numbers and hyper-parameters in a checkpoint.
 
     Args:
-        state: state of the engine.
-        source: the checkpoint.
         full: False for empty settings, which change nothing.
 
     Raises:

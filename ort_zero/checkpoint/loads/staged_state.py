@@ -18,13 +18,7 @@ from ort_zero.utils.host_memory import host_memory
 
 
 class StagedState:
-    """The tensors of a checkpoint that this rank needs, in memory outside of the engine.
-
-    Args:
-        state: state of the engine.
-        source: the checkpoint; it fits the engine.
-        full: include the optimizer's states.
-    """
+    """The tensors of a checkpoint that this rank needs, in memory outside of the engine."""
 
     def __init__(self, state: EngineState, source: Source, full: bool):
         self._state = state

@@ -66,8 +66,6 @@ def adapter_part(source: Source, config: Mapping[str, Any], adapter: str | None)
     """Return the checkpoint with the tensors of one adapter only, under their names in PEFT's files.
 
     Args:
-        source: the checkpoint of a model with adapters.
-        config: content of ``adapter_config.json``.
         adapter: name of the adapter; may be None if there is only one.
 
     Raises:
@@ -91,8 +89,6 @@ def merged(source: Source, config: Mapping[str, Any], adapter: str | None) -> tu
     """Return the checkpoint under the base model's names, and the LoRA updates by the name of the base weight.
 
     Args:
-        source: the checkpoint of a model with LoRA.
-        config: content of ``adapter_config.json``.
         adapter: name of the adapter to merge; may be None if there is only one. Other adapters are left out.
 
     Raises:

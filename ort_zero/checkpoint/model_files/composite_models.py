@@ -22,11 +22,7 @@ _MAX_NAMED = 3
 
 
 def stem_of(configs: Mapping[str, bytes]) -> str | None:
-    """Return the beginning of the names of the weight files; None for the usual names.
-
-    Args:
-        configs: contents of the config files by name.
-    """
+    """Return the beginning of the names of the weight files; None for the usual names."""
     table = _table(configs, "config.json")
     is_of_diffusers = isinstance(table, dict) and "_class_name" in table and "model_type" not in table
     return DIFFUSERS_STEM if is_of_diffusers else None
@@ -42,11 +38,7 @@ class Place(NamedTuple):
 
 
 def module_folders(configs: Mapping[str, bytes]) -> list[str]:
-    """Return the folders of modules that ``modules.json`` names, without the model's main folder.
-
-    Args:
-        configs: contents of the config files by name.
-    """
+    """Return the folders of modules that ``modules.json`` names, without the model's main folder."""
     modules = _table(configs, MODULES)
     rows = modules if isinstance(modules, list) else []
     return [row["path"] for row in rows if isinstance(row, dict) and is_module_folder(row.get("path"))]
@@ -59,7 +51,6 @@ def places_of(names: Iterable[str], configs: Mapping[str, bytes]) -> dict[str, P
 
     Args:
         names: names of all tensors: ``0.auto_model.embeddings...``, ``2.linear.weight``.
-        configs: contents of the config files by name.
     """
     modules = _table(configs, MODULES)
     names = list(names)
@@ -85,12 +76,7 @@ _WRAPPED = ({"model"}, {"auto_model"})
 
 
 def notes_on(names: Collection[str], configs: Mapping[str, bytes]) -> list[str]:
-    """Return instructions to the user for a model that is read from several folders, one sentence each.
-
-    Args:
-        names: names of the tensors that are written.
-        configs: contents of the config files by name.
-    """
+    """Return instructions to the user for a model that is read from several folders, one sentence each."""
     notes = []
     modules = _table(configs, MODULES)
     if isinstance(modules, list) and not places_of(names, configs):

@@ -63,7 +63,6 @@ def config_files_beside(root: str, src: str) -> dict[str, ConfigFile]:
     processor are skipped. Python code is taken only where a configuration in the same folder names it.
 
     Args:
-        root: folder or URL of the checkpoint.
         src: folder or URL that the user named as the source: `root` or a folder above `root`.
     """
     files: dict[str, ConfigFile] = {}
@@ -113,8 +112,6 @@ def keep_beside(run: Folder, checkpoint: Folder, manifest_configs: Mapping[str, 
     HF Trainer writes tokenizer and processor into ``checkpoint-N`` before it saves the engine there.
 
     Args:
-        run: folder that contains the checkpoint's folder.
-        checkpoint: folder of the checkpoint.
         manifest_configs: texts of the config files in the manifest; files of these names are not copied.
         token: part of the names of temporary files; differs between processes that write the same files.
 

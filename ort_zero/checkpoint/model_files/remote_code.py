@@ -22,12 +22,7 @@ _NAME = re.compile(rb"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 
 def files_in(folder: Folder, configs: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the Python files of `folder` that the configurations name, and the files beside them that they import.
-
-    Args:
-        folder: folder of the configurations.
-        configs: contents of the configurations by name; a content that is no JSON object is ignored.
-    """
+    """Return the Python files of `folder` that the configurations name, and the files beside them that they import."""
     contents: dict[str, bytes] = {}
     waiting = [f"{module}.py" for content in configs.values() for module in _modules(content)]
     while waiting:

@@ -27,7 +27,6 @@ def renamed(source: Source, prefixes: Sequence[str] = (), patterns: Sequence[str
     """Return the checkpoint with renamed tensors, in the model and in the optimizer.
 
     Args:
-        source: the checkpoint.
         prefixes: prefixes to remove, one after the other, from each name that begins with the prefix.
         patterns: ``FROM=TO``, applied in order after the prefixes: each match of the regular expression FROM (all text
             up to the first ``=``) is replaced by TO, in which ``\\1`` is FROM's first group.
@@ -45,7 +44,6 @@ def hints(source: Source, has_config: bool) -> list[str]:
     """Return advice on names that a wrapper has changed, one sentence for each wrapper.
 
     Args:
-        source: the checkpoint.
         has_config: True if there is a configuration of the model; a common prefix then belongs to the model.
     """
     names = [*source.weights(), *source.aliases]

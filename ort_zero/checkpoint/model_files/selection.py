@@ -48,11 +48,6 @@ class Selected:
 def select(source: Source, choices: Choices, configs: Mapping[str, bytes]) -> Selected:
     """Return the part of a checkpoint that the user's options select.
 
-    Args:
-        source: the checkpoint.
-        choices: the user's options.
-        configs: contents of the config files of the model and beside the checkpoint, by name.
-
     Raises:
         CheckpointError: options exclude each other, a name or adapter does not exist, or ``adapter_config.json`` is
             missing.

@@ -59,13 +59,7 @@ class WantedBytes(NamedTuple):
 
 
 class CheckedReader:
-    """A reader that fills memory from the files of one checkpoint. For one thread.
-
-    Args:
-        folder: folder of the checkpoint.
-        files: its files by name.
-        verify: compare the bytes with their checksums.
-    """
+    """A reader that fills memory from the files of one checkpoint. For one thread."""
 
     def __init__(self, folder: Folder, files: Mapping[str, File], verify: bool = True):
         self._folder = folder

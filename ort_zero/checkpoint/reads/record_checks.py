@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from isal.isal_zlib import crc32, crc32_combine
 
-from ort_zero.checkpoint.files.storage import CHUNK, Folder
-from ort_zero.checkpoint.records import File
+from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.records import Checksum, File
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CorruptCheckpointError
 
@@ -28,11 +28,7 @@ class Part(NamedTuple):
 
 
 class RecordChecks:
-    """The CRC-32s of the bytes that were read; bytes that follow the last read of a record extend its part.
-
-    Args:
-        files: the files of the checkpoint; files without records are not checked.
-    """
+    """The CRC-32s of the bytes that were read; bytes that follow the last read of a record extend its part."""
 
     def __init__(self, files: Iterable[File]):
         self._records = {file.name: sorted(file.records) for file in files if file.records}
@@ -67,12 +63,6 @@ class RecordChecks:
 def check_records_of(folder: Folder, files: Mapping[str, File], parts: list[Part], ranks: RankGroup) -> None:
     """Check each record of which any rank has read a part, shared among the ranks. All ranks must call.
 
-    Args:
-        folder: folder of the checkpoint.
-        files: its files by name.
-        parts: parts that this rank has read.
-        ranks: all ranks that read.
-
     Raises:
         CorruptCheckpointError: a record has another CRC than at the save.
         RankError: another rank checked a damaged record.
@@ -89,7 +79,7 @@ def check_records_of(folder: Folder, files: Mapping[str, File], parts: list[Part
                 check_record(folder, files[name], record, read[name, start])
 
 
-def check_record(source: Folder, file: File, record: tuple[int, int, int], parts: Iterable[Part]) -> None:
+def check_record(source: Folder, file: File, record: Checksum, parts: Iterable[Part]) -> None:
     """Compare one record with its CRC-32, reading only the bytes that no part covers.
 
     Raises:
@@ -100,20 +90,12 @@ def check_record(source: Folder, file: File, record: tuple[int, int, int], parts
     for part in sorted(set(parts), key=lambda p: (p.offset, -p.length)):
         if part.offset < position:
             continue  # an overlap; its bytes beyond the last part are read again as a gap
-        crc = _crc_of_gap(source, file.name, position, part.offset, crc)
+        crc = source.crc32(file.name, position, part.offset, crc)
         crc = crc32_combine(crc, part.crc, part.length)
         position = part.offset + part.length
-    crc = _crc_of_gap(source, file.name, position, start + length, crc)
+    crc = source.crc32(file.name, position, start + length, crc)
     if crc != wanted:
         raise CorruptCheckpointError(
             f"{source.path(file.name)} is damaged: bytes {start} to {start + length}: their CRC-32 is {crc:08x}, "
             f"not {wanted:08x}"
         )
-
-
-def _crc_of_gap(source: Folder, name: str, start: int, end: int, crc: int) -> int:
-    while start < end:
-        block = source.read(name, start, min(CHUNK, end - start))
-        crc = crc32(block, crc)
-        start += len(block)
-    return crc

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import xxhash
 
 from ort_zero.checkpoint.files import json_text, safetensors_header
-from ort_zero.checkpoint.files.storage import CHUNK, Folder
+from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.pieces import PieceRuns
 from ort_zero.checkpoint.records import File, Source
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -26,17 +25,10 @@ MAX_EXTRA_BYTES = 1 << 30
 """Maximum size in bytes of a rank's JSON file that is read; tensors are not in it."""
 _MAX_NAMED = 3
 """Maximum number of damaged tensors of one file that a message names."""
-_buffers = threading.local()
 
 
 def problem_of_shard(folder: Folder, file: File, source: Source, advance: Callable[[int], Any]) -> str | None:
     """Return the problem of one file, None if it is the file of the manifest. Every byte is read.
-
-    Args:
-        folder: folder of the checkpoint.
-        file: the file as the manifest lists it.
-        source: the checkpoint.
-        advance: called with the number of bytes of each read.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -50,7 +42,10 @@ def problem_of_shard(folder: Folder, file: File, source: Source, advance: Callab
         wrong = _wrong_extent(folder, file)
         if wrong:
             return f"{path} is damaged: {wrong}"
-        digest = _digest(xxhash.xxh3_128(), folder, file.name, 0, size, advance)
+        digest = xxhash.xxh3_128()
+        for block in folder.blocks(file.name, 0, size):
+            digest.update(block)
+            advance(len(block))
         if digest.hexdigest() == file.xxh3_128:
             return None
     other = _other_owner(_metadata(folder, file.name, size), file.name, source)
@@ -83,25 +78,6 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < MAX_STEPS
 
 
-def thread_buffer(folder: Folder) -> memoryview:
-    """Return a buffer that this thread reuses, of the best size for a read from `folder`."""
-    size = max(CHUNK, folder.block)
-    if len(getattr(_buffers, "chunk", b"")) < size:
-        _buffers.chunk = memoryview(bytearray(size))
-    return _buffers.chunk[:size]
-
-
-def _digest(digest: Any, folder: Folder, name: str, offset: int, length: int, advance: Callable[[int], Any]) -> Any:
-    """Return `digest`, updated with `length` bytes of a file from `offset` on."""
-    buffer = thread_buffer(folder)
-    for done in range(0, length, len(buffer)):
-        part = buffer[: min(len(buffer), length - done)]
-        folder.read_into(name, offset + done, part)
-        digest.update(part)
-        advance(len(part))
-    return digest
-
-
 def _wrong_extent(folder: Folder, file: File) -> str | None:
     """Return a message if a file cannot have its size, else None; checked before terabytes of zeros are read."""
     if file.name.endswith(".json"):
@@ -122,8 +98,10 @@ def _damaged(folder: Folder, file: File, source: Source) -> Iterator[str]:
         for run in tensor.pieces.runs:
             if index in run.files():
                 piece = tensor.pieces.piece(run, run.files().index(index))
-                found = _digest(xxhash.xxh3_64(), folder, file.name, piece.offset, piece.length, lambda number: None)
-                if found.digest() != piece.check:
+                digest = xxhash.xxh3_64()
+                for block in folder.blocks(file.name, piece.offset, piece.offset + piece.length):
+                    digest.update(block)
+                if digest.digest() != piece.check:
                     yield f"{tensor.kind} of {tensor.name}"
 
 

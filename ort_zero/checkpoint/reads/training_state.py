@@ -122,11 +122,7 @@ def check_counters(counters: Any, state: EngineState, root: str) -> None:
 
 
 class Restoration:
-    """The changes that a :class:`TrainingState` makes in an engine, which can be undone.
-
-    Args:
-        state: state of the engine.
-    """
+    """The changes that a :class:`TrainingState` makes in an engine, which can be undone."""
 
     def __init__(self, state: EngineState):
         self._state = state
@@ -145,11 +141,8 @@ class Restoration:
         """Put the requested parts of `saved` into the engine; after an exception call :meth:`undo`.
 
         Args:
-            saved: training state of the checkpoint.
-            world_size: number of ranks that saved.
             options: hyper-parameters by the index of the parameter group.
             full: restore the loss scaler's state too.
-            with_scheduler: restore the scheduler's state too.
             module_only: restore only hyper-parameters and the extra state of modules.
         """
         engine = self._state.engine

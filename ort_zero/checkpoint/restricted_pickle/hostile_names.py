@@ -26,9 +26,6 @@ def is_hostile(name: str) -> bool:
     """Return True if a function or class acts on the machine or runs code, and no checkpoint needs to call it.
 
     ort_zero calls nothing in either case. But a file with a hostile call does harm where ``torch.load`` unpickles it.
-
-    Args:
-        name: full name of the function or class.
     """
     in_hostile_module = name.partition(".")[0] in _HOSTILE_MODULES
     return _HOSTILE.fullmatch(name) is not None or in_hostile_module and _HARMLESS.fullmatch(name) is None

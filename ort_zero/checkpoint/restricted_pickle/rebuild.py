@@ -48,7 +48,6 @@ def read_pickle(
     """Return the value of a pickle of torch, and the names of the classes whose objects stayed records.
 
     Args:
-        data: the whole pickle.
         storages: (offset, length) in bytes of the data of each storage in the file, by its key.
         check: is called with each tensor, and raises an error for one that the file cannot hold.
 

@@ -37,9 +37,6 @@ class PersistentId(OpaqueObject):
 def unpickled(data: bytes) -> Any:
     """Return the value that a pickle of protocol 2 to 5 describes, without importing or calling what it names.
 
-    Args:
-        data: the whole pickle.
-
     Returns:
         Python's plain values and containers; a :class:`ClassReference` for each name, an :class:`OpaqueObject` for each
         call, object and persistent id. A container may contain itself, and may occur in several containers.

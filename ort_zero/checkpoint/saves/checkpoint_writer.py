@@ -63,10 +63,6 @@ class RankPart(NamedTuple):
 def write_checkpoint(job: SaveJob, ranks: RankGroup) -> None:
     """Write this rank's files, publish them, and let rank 0 write the manifest. All ranks must call.
 
-    Args:
-        job: the save on this rank.
-        ranks: all ranks of the engine.
-
     Raises:
         CheckpointError: a file cannot be written, or a rank is gone; earlier checkpoints are unchanged.
         RankError: the save failed on another rank.
@@ -146,14 +142,7 @@ def write_rank_files(folder: Folder, job: SaveJob, rank: int, size: int, names: 
 
 
 def file_name(rank: int, kind: str, extension: str, suffix: str = "") -> str:
-    """Return the name of one of a rank's files: ``"rank_00003_master.safetensors"``.
-
-    Args:
-        rank: rank that writes the file.
-        kind: "master", "optimizer" or "extra".
-        extension: without its dot.
-        suffix: see :attr:`SaveJob.suffix`.
-    """
+    """Return the name of one of a rank's files: ``"rank_00003_master.safetensors"``."""
     return f"rank_{rank:05d}_{kind}{suffix}.{extension}"
 
 
@@ -161,9 +150,6 @@ def joined(folder: Folder, job: SaveJob, packed: Sequence[bytes], *, all_here: b
     """Return the checkpoint of the files of all ranks, weights first, in the order of the model.
 
     Args:
-        folder: folder of the checkpoint.
-        job: the save, as rank 0 has it.
-        packed: the packed part of each rank, see :meth:`RankPart.packed`.
         all_here: check that the files of each rank are in `folder`.
 
     Raises:

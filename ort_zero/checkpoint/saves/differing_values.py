@@ -39,11 +39,6 @@ def weights_unlike_masters(
     """Return on rank 0 its weights of the module that are not the masters, cast, with a warning. All ranks must call.
 
     As in DeepSpeed, the module of rank 0 is the one that is saved.
-
-    Args:
-        weights: all weights of the module, flattened.
-        masters: the digests of this rank's masters.
-        ranks: the group of all ranks.
     """
     everyone = ranks.gather(masters) if weights else []
     differing: set[str] = set()

@@ -70,12 +70,7 @@ def write_shard(
     """Write a safetensors file under its partial name; :meth:`Folder.publish` with `token` makes it visible.
 
     Args:
-        folder: folder of the checkpoint.
-        name: final name of the file.
         entries: content of the file; wider dtypes are written first, so that every tensor is aligned to its dtype.
-        metadata: metadata of the header.
-        token: id of the save, part of the partial name.
-        durable: flush the file to the disk at the end.
         index: index of the file among the files of the rank.
 
     Returns:
