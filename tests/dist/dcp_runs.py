@@ -2,7 +2,7 @@
 
 Ranks run :func:`save_runs`. Each run's folder has the checkpoint of ``torch.distributed.checkpoint`` in ``dcp/``, the
 folders of Accelerate in ``accelerate/``, one file a rank in ``ranks/``, the shards of ``HuggingFaceStorageWriter`` in
-``safetensors/``, and ``whole.pt``: the tensors that torch gathers, the truth of the tests.
+``safetensors/``, and ``whole.pt``: the tensors that torch gathers, the truth of the tests (not under FSDP1).
 """
 
 from __future__ import annotations
@@ -118,18 +118,20 @@ def save_run(folder: Path, name: str, mode: str, optimizer_name: str) -> None:
     of_rank = (weights, states) if mode == "fsdp1" else (model.state_dict(), optimizer.state_dict())
     for kind, state in zip(("model", "optim"), of_rank):
         torch.save(state, folder / "ranks" / f"{kind}_world_size_{size}_rank_{rank}.pt")
+    if mode == "fsdp1":  # torch's writer of safetensors takes no ShardedTensor, and gathering them on CPUs crashes
+        return
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-    tied = {"head.weight", "lm_head.weight"} if name in ("gpt2", "odd") else set()
+    tied = {"head.weight", "lm_head.weight"} if name in ("gpt2", "odd", "frozen") else set()
     storable = {
         key: value
         for key, value in weights.items()
         if value.dtype.is_floating_point and value.dim() and value.dtype.itemsize > 1 and key not in tied
     }
-    if mode != "fsdp1":  # that writer takes no ShardedTensor
-        (folder / "safetensors").mkdir(exist_ok=True)
-        writer = HuggingFaceStorageWriter(os.fspath(folder / "safetensors"), save_distributed=True)
-        dcp.save(storable, storage_writer=writer)
+    (folder / "safetensors").mkdir(exist_ok=True)
+    dcp.save(
+        storable, storage_writer=HuggingFaceStorageWriter(os.fspath(folder / "safetensors"), save_distributed=True)
+    )
     whole = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
         torch.save(whole, folder / "whole.pt")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from rank_processes.ranks import run_on_ranks
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ort_zero.checkpoint import aggregate, verify
 from ort_zero.checkpoint.conversions.converting import convert
@@ -37,6 +38,10 @@ def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for size, some in RUNS.items():
         run_on_ranks(dcp_runs.save_runs, size, str(folder), some, timeout=400)
+    for run in folder.glob("*-fsdp1-*"):
+        dcp_to_torch_save(run / "dcp", run / "read.pt")
+        state = torch.load(run / "read.pt", weights_only=False)
+        torch.save((state["model"], state["optim"]), run / "whole.pt")
     return folder
 
 

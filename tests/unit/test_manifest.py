@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from ort_zero.checkpoint import aggregate, verify
 from ort_zero.checkpoint.files.storage import open_folder
-from ort_zero.checkpoint.finding import find_source
+from ort_zero.checkpoint.finding import find, find_source
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.pieces import CHECK_BYTES, PieceRuns, check_cover, overlaps, run_of
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
@@ -151,7 +151,7 @@ def test_latest_leads_to_a_folder_inside(tmp_path):
         with pytest.raises(CheckpointError, match=message):
             manifest.resolve_tag(folder, None)
     (tmp_path / "latest").write_text("there\n")
-    assert manifest.locate(str(tmp_path), None).url.endswith("there")
+    assert find(str(tmp_path)).folder.url.endswith("there")
 
 
 def test_only_regular_files_are_opened(tmp_path):
@@ -175,7 +175,7 @@ def test_files_that_are_far_too_large_are_refused_before_they_are_read(tmp_path,
     with open(tmp_path / ("step1" if name == "manifest.json" else "") / name, "wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(CorruptCheckpointError, match=f"{name} has 1099511627776 bytes, more than"):
-        manifest.read(manifest.locate(str(tmp_path), None))
+        manifest.read(find(str(tmp_path)).folder)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------

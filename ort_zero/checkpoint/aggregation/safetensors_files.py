@@ -46,14 +46,8 @@ def open_safetensors(path: str) -> Source:
     aliases: dict[str, str] = {}
     marks: dict[str, str] = {}
     for name in names:
-        size = folder.size(name)
-        if size is None:
-            raise CorruptCheckpointError(f"{folder.path(name)} is missing")
-        try:
-            header = safetensors_header.read(folder, name, size)
-        except ValueError as error:
-            raise CorruptCheckpointError(f"{folder.path(name)} is damaged: {error}") from None
-        files[name] = File(name=name, size=size)
+        header = safetensors_header.read(folder, name)
+        files[name] = File(name=name, size=header.size)
         for entry in header.entries.values():
             tensor = _tensor(folder, name, entry)
             if tensors.setdefault((tensor.kind, tensor.name), tensor) is not tensor:

@@ -183,7 +183,8 @@ def _of_sharded_tensor(value: OpaqueObject) -> tuple[StoredTensor, tuple[int, ..
     if not shards:
         return None
     (shard,) = shards
-    local, place = shard.state["tensor"], _attributes(shard.state["metadata"].state)
+    shard = _attributes(shard.state)
+    local, place = shard["tensor"], _attributes(shard["metadata"].state)
     offsets, sizes = tuple(place["shard_offsets"]), tuple(place["shard_sizes"])
     if (
         sizes != local.shape

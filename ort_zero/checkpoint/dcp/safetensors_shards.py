@@ -23,16 +23,9 @@ def file_names(folder: Folder, listed: Sequence[str]) -> list[str]:
     """Return the files of shards among the names in `folder`; none for a model that other programs wrote."""
     names = [name for name in listed if _NAME.fullmatch(name)]
     try:
-        return names if names and _OFFSETS in _header(folder, names[0]).metadata else []
+        return names if names and _OFFSETS in safetensors_header.read(folder, names[0]).metadata else []
     except CheckpointError:
         return names if any(name.startswith("shard-") for name in names) else []
-
-
-def _header(folder: Folder, name: str) -> safetensors_header.Header:
-    try:
-        return safetensors_header.read(folder, name, folder.size(name) or 0)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{folder.path(name)} is damaged: {error}") from None
 
 
 def read_shards(contents: CheckpointContents) -> None:
@@ -46,7 +39,7 @@ def read_shards(contents: CheckpointContents) -> None:
     dtypes: dict[str, str] = {}
     files = file_names(folder, folder.names())
     for name in files:
-        header = _header(folder, name)
+        header = safetensors_header.read(folder, name)
         contents.records.setdefault(name, set())
         try:
             places = json.loads(header.metadata[_OFFSETS])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ort_zero.checkpoint.files import json_text
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.errors import CheckpointError
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
 """Maximum length in bytes of a header's JSON: the safetensors library refuses a longer one."""
@@ -52,25 +52,29 @@ def encode(entries: Iterable[HeaderEntry], metadata: Mapping[str, str], advice: 
 class Header(NamedTuple):
     """The content of a file's header."""
 
+    size: int
+    """Bytes of the file."""
     metadata: dict[str, Any]
     """The entry ``__metadata__``: texts by name."""
     entries: dict[str, HeaderEntry]
     """The tensors by name; their offsets count from the start of the file."""
 
 
-def read(folder: Folder, name: str, size: int) -> Header:
+def read(folder: Folder, name: str) -> Header:
     """Return the header of a file.
 
     Raises:
-        CorruptCheckpointError: the file is missing or shorter than `size`.
-        ValueError: the header is longer than the file or :data:`MAX_HEADER_BYTES`, is not JSON, or describes no
-            tensors.
+        CorruptCheckpointError: the file is missing, or its header is longer than the file or :data:`MAX_HEADER_BYTES`,
+            is not JSON, or describes no tensors.
     """
+    size = folder.size(name)
+    if size is None:
+        raise CorruptCheckpointError(f"{folder.path(name)} is missing")
     length = int.from_bytes(folder.read(name, 0, 8), "little")
-    if length > min(size - 8, MAX_HEADER_BYTES):
-        raise ValueError(f"its header cannot have {length} bytes")
-    table = json_text.loads(folder.read(name, 8, length))
     try:
+        if length > min(size - 8, MAX_HEADER_BYTES):
+            raise ValueError(f"its header cannot have {length} bytes")
+        table = json_text.loads(folder.read(name, 8, length))
         metadata = table.pop(_METADATA, {})
         if not isinstance(metadata, dict):
             raise TypeError("its metadata is no table")
@@ -81,5 +85,9 @@ def read(folder: Folder, name: str, size: int) -> Header:
                 raise ValueError(f"tensor {key} lies outside of the file")
             entries[key] = HeaderEntry(key, about["dtype"], tuple(about["shape"]), 8 + length + begin, end - begin)
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"its header describes no tensors ({error})") from None
-    return Header(metadata, entries)
+        raise CorruptCheckpointError(
+            f"{folder.path(name)} is damaged: its header describes no tensors ({error})"
+        ) from None
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{folder.path(name)} is damaged: {error}") from None
+    return Header(size, metadata, entries)

@@ -181,13 +181,6 @@ def _refuse_twice(names: Iterable[str], kind: str, path: str) -> None:
         raise CorruptCheckpointError(f"{path}: it lists the {kind} {twice[0]} twice")
 
 
-def tag_in(content: bytes) -> str:
-    """Return the tag in the content of a file ``latest``, in any encoding that editors and shells write."""
-    encoding = "utf-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
-    tag = content.decode(encoding, errors="replace").strip()
-    return tag.removeprefix("./").rstrip("/") or tag
-
-
 def resolve_tag(folder: Folder, tag: str | None) -> str:
     """Return the tag to read in a folder of checkpoints: `tag`, or the tag that ``latest`` names.
 
@@ -212,18 +205,22 @@ def resolve_tag(folder: Folder, tag: str | None) -> str:
 
 
 def read_latest(folder: Folder, name: str) -> str | None:
-    """Return the tag in the file `name` (``latest`` or ``latest_universal``), None if there is no such file."""
-    return tag_in(folder.read(name, limit=_MAX_LATEST_BYTES)) if folder.exists(name) else None
+    """Return the tag in the file `name` (``latest`` or ``latest_universal``), None if there is no such file.
+
+    The file may have any encoding that editors and shells write.
+    """
+    if not folder.exists(name):
+        return None
+    content = folder.read(name, limit=_MAX_LATEST_BYTES)
+    encoding = "utf-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    tag = content.decode(encoding, errors="replace").strip()
+    return tag.removeprefix("./").rstrip("/") or tag
 
 
 def _hint(folder: Folder) -> str:
-    tags = [name for name in folder.folders() if is_checkpoint(folder.child(name).names())]
+    names_by_tag = {tag: folder.child(tag).names() for tag in folder.folders()}
+    tags = [tag for tag, names in names_by_tag.items() if NAME in names or any(n.endswith("_states.pt") for n in names)]
     return f"tags there: {', '.join(tags) or 'none'}"
-
-
-def is_checkpoint(names: Iterable[str]) -> bool:
-    """Return True if a folder with files of these names is a checkpoint, of ort_zero or DeepSpeed."""
-    return any(name == NAME or name.endswith("_states.pt") for name in names)
 
 
 def nothing_at(folder: Folder) -> CheckpointError:
@@ -236,18 +233,3 @@ def nothing_at(folder: Folder) -> CheckpointError:
     if is_file:
         return CheckpointError(f"{folder.path()} is a file; give the folder that it is in")
     return CheckpointError(f"{folder.path()} does not exist or is empty")
-
-
-def locate(path: str, tag: str | None) -> Folder:
-    """Return the folder of one checkpoint: `path` itself if it holds a checkpoint, else the tag's folder in `path`.
-
-    Raises:
-        CheckpointError: there is no checkpoint.
-    """
-    folder = open_folder(path)
-    names = folder.names()
-    if not names:
-        raise nothing_at(folder)
-    if tag is None and is_checkpoint(names):
-        return folder
-    return folder.child(resolve_tag(folder, tag))

@@ -9,10 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
-import decimal
-import fractions
 import pathlib
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +40,7 @@ def encode(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
     """Return `value` as JSON values; append its tensors to `tensors`.
 
     Args:
-        value: None, bool, number, str, bytes, list, tuple, set, dict, deque, range, path, date, time, UUID, tensor,
+        value: None, bool, number, str, bytes, list, tuple, set, dict, deque, range, path, date, time, tensor,
             numpy array or scalar, torch dtype, torch device, ``argparse.Namespace``, and containers of these.
         where: name of `value` in messages, such as ``client_state``.
         tensors: list to which the tensors and arrays in `value` are appended, on the CPU and contiguous.
@@ -209,14 +206,6 @@ _TYPES = (
     as_items("frozenset", frozenset, iter, frozenset),
     as_items("range", range, lambda value: (value.start, value.stop, value.step), lambda numbers: range(*numbers)),
     as_text("complex", complex, repr, complex),
-    as_text("decimal", decimal.Decimal, str, decimal.Decimal),
-    as_items(
-        "fraction",
-        fractions.Fraction,
-        lambda value: (value.numerator, value.denominator),
-        lambda numbers: fractions.Fraction(*(must_be(int, number) for number in numbers)),
-    ),
-    as_text("uuid", uuid.UUID, str, uuid.UUID),
     as_text("datetime", datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     as_text("date", datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
     as_text("time", datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),

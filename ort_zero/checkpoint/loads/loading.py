@@ -247,9 +247,11 @@ def format_of(path: str, tag: str | None) -> str | None:
 
 
 def _located(path: str, tag: str | None) -> Folder:
-    """Return the folder of the checkpoint that `path` and `tag` mean; torch's checkpoints have no ``latest``."""
+    """Return the folder of the checkpoint that `path` and `tag` (or ``latest``) mean."""
     folder = open_folder(path)
-    return folder if tag is None and format_in(folder) == "dcp" else manifest.locate(path, tag)
+    if not folder.names():
+        raise manifest.nothing_at(folder)
+    return folder if tag is None and format_in(folder) else folder.child(manifest.resolve_tag(folder, tag))
 
 
 def _format_here(path: str, tag: str | None) -> str | None:

@@ -48,7 +48,7 @@ def problem_of_shard(folder: Folder, file: File, source: Source, advance: Callab
             advance(len(block))
         if digest.hexdigest() == file.xxh3_128:
             return None
-    other = _other_owner(_metadata(folder, file.name, size), file.name, source)
+    other = _other_owner(_metadata(folder, file.name), file.name, source)
     if other:
         return f"{path} {other}"
     if size != file.size:
@@ -67,7 +67,7 @@ def is_of_another_save(folder: Folder, name: str, source: Source) -> bool:
     if not _OF_A_SAVE.fullmatch(name):
         return False
     try:
-        save = _metadata(folder, name, folder.size(name) or 0).get("save_id")
+        save = _metadata(folder, name).get("save_id")
     except CheckpointError:
         return False
     return save is not None and save != source.save_id
@@ -83,8 +83,8 @@ def _wrong_extent(folder: Folder, file: File) -> str | None:
     if file.name.endswith(".json"):
         return None if file.size <= MAX_EXTRA_BYTES else f"{file.size} bytes are too many for it"
     try:
-        entries = safetensors_header.read(folder, file.name, file.size).entries.values()
-    except (ValueError, CorruptCheckpointError):
+        entries = safetensors_header.read(folder, file.name).entries.values()
+    except CorruptCheckpointError:
         return None  # the check of the file's bytes gives a better message
     end = max((entry.offset + entry.nbytes for entry in entries), default=file.size)
     return None if end == file.size else f"its tensors end at byte {end}, it has {file.size}"
@@ -105,11 +105,11 @@ def _damaged(folder: Folder, file: File, source: Source) -> Iterator[str]:
                     yield f"{tensor.kind} of {tensor.name}"
 
 
-def _metadata(folder: Folder, name: str, size: int) -> dict[str, Any]:
+def _metadata(folder: Folder, name: str) -> dict[str, Any]:
     """Return what a file tells of its save and rank; empty if it cannot be read."""
     try:
         if not name.endswith(".json"):
-            return safetensors_header.read(folder, name, size).metadata
+            return safetensors_header.read(folder, name).metadata
         value = json_text.loads(json_text.read_object(folder, name, MAX_EXTRA_BYTES))
     except (ValueError, CorruptCheckpointError):
         return {}

@@ -9,11 +9,8 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
-import decimal
-import fractions
 import pathlib
 import re
-import uuid
 from collections.abc import Callable
 from operator import index
 from typing import Any
@@ -26,8 +23,6 @@ ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 _Builder = Callable[[OpaqueObject], Any]
 _NUMBERS = (int, float, bool, type(None))
 _NUMPY_TYPE = re.compile(r"b1|[iu][1248]|f[248]|c(8|16)")
-_FRACTION = re.compile(r"-?\d{1,999}(/\d{1,999})?")
-"""Without an exponent: a short text such as 1e999999999 would make a huge number."""
 _FACTORIES = {f"builtins.{kind.__name__}": kind for kind in (list, dict, set, tuple, int, float, bool, str, bytes)}
 
 
@@ -64,10 +59,6 @@ def _deque(record: OpaqueObject) -> Any:
     items, max_length = (*record.args, None, None)[:2]
     fit = type(items) in (list, tuple, type(None))
     return collections.deque([*(items or ()), *record.items], max_length) if fit else None
-
-
-def _fraction(*parts: Any) -> Any:
-    return fractions.Fraction(*parts) if len(parts) == 2 or _FRACTION.fullmatch(*parts) else None
 
 
 def _namespace(record: OpaqueObject) -> Any:
@@ -123,9 +114,6 @@ BUILDERS: dict[str, _Builder] = {
     "datetime.time": _call(datetime.time, bytes, datetime.timezone),
     "datetime.timedelta": _call(datetime.timedelta, *_NUMBERS),
     "datetime.timezone": _call(datetime.timezone, datetime.timedelta, str),
-    "decimal.Decimal": _call(lambda text: decimal.Decimal(text) if len(text) < 1000 else None, str),
-    "fractions.Fraction": _call(_fraction, int, str),
-    "uuid.UUID": lambda record: uuid.UUID(int=index(record.state["int"])),
     "numpy.dtype": _numpy_dtype,
     "deepspeed.runtime.zero.config.ZeroStageEnum": _call(int, int),
     "deepspeed.utils.tensor_fragment.fragment_address": lambda record: FragmentAddress(

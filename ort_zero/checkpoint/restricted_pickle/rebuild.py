@@ -108,7 +108,7 @@ class _Rebuilder:
             return {value(key, depth): value(item, depth) for key, item in raw.items()}
         if kind in (list, tuple, set, frozenset):
             return kind([value(item, depth) for item in raw])
-        if kind is ClassReference:
+        if isinstance(raw, ClassReference):
             name = raw.class_name.removeprefix("torch.")
             return TorchConstant("dtype", name) if raw.class_name != name and dtypes.is_dtype_name(name) else raw
         if not isinstance(raw, OpaqueObject):

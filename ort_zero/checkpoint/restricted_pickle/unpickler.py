@@ -12,6 +12,7 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from typing import Any
 
 from ort_zero.checkpoint.restricted_pickle.values import (
+    AttributeReference,
     ClassReference,
     HostilePickleError,
     MalformedPickleError,
@@ -25,6 +26,8 @@ _MAX_KEY_VALUES = 1000
 bytes can nest a tuple so that its hash never ends, or overflows the stack of C."""
 _MAX_NAMES = 10_000
 """Maximum number of classes and functions that a pickle names; a few bytes of a name become a class of 1 KiB."""
+_MAX_ATTRIBUTE = 1000
+"""Maximum number of characters of the full name of an attribute; a few bytes repeat a long text many times."""
 
 
 class PersistentId(OpaqueObject):
@@ -59,18 +62,27 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(self, data: bytes):
         super().__init__(io.BufferedReader(io.BytesIO(data)))  # a stream without a buffer is read opcode by opcode
-        self._references: dict[str, ClassReference] = {}
+        self._references: dict[tuple[str, type[ClassReference]], ClassReference] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """Return an inert class for a name, with Python 3's name of the module; the same class for the same name."""
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-        class_name = f"{module}.{name}"
-        if class_name not in self._references:
+        return self._attribute if (module, name) == ("builtins", "getattr") else self._reference(f"{module}.{name}")
+
+    def _attribute(self, *args: Any) -> Any:
+        """Return an inert class for ``getattr(NAME, TEXT)``, which names a class within a class; else a record."""
+        if len(args) == 2 and type(args[0]) is ClassReference and type(args[1]) is str:
+            if len(args[0].class_name) + len(args[1]) < _MAX_ATTRIBUTE:
+                return self._reference(f"{args[0].class_name}.{args[1]}", AttributeReference)
+        return self._reference("builtins.getattr")(*args)
+
+    def _reference(self, class_name: str, kind: type[ClassReference] = ClassReference) -> ClassReference:
+        key = (class_name, kind)
+        if key not in self._references:
             if len(self._references) == _MAX_NAMES:
                 raise MalformedPickleError(f"it names more than {_MAX_NAMES} classes and functions")
-            members = {"class_name": class_name, "__slots__": ()}
-            self._references[class_name] = ClassReference("OpaqueObject", (OpaqueObject,), members)
-        return self._references[class_name]
+            self._references[key] = kind("OpaqueObject", (OpaqueObject,), {"class_name": class_name, "__slots__": ()})
+        return self._references[key]
 
     def persistent_load(self, pid: Any) -> OpaqueObject:
         """Return a record of a persistent id."""

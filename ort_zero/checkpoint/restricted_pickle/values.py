@@ -110,6 +110,18 @@ class ClassReference(type):
         return super().__call__(*args, **kwargs)
 
 
+class AttributeReference(ClassReference):
+    """The type of the inert classes for attributes of other names: pickles have classes within classes as these."""
+
+    def __call__(cls, /, *args: Any, **kwargs: Any) -> OpaqueObject:
+        """Refuse a call: an attribute may be a method that acts on the machine.
+
+        Raises:
+            HostilePickleError: always.
+        """
+        raise HostilePickleError(cls.class_name)
+
+
 class OpaqueObject(metaclass=ClassReference):
     """The pickle's record of a call or an object; compared by identity.
 
@@ -149,11 +161,8 @@ class OpaqueObject(metaclass=ClassReference):
         """Refuse a call of the result of another call.
 
         Raises:
-            HostilePickleError: always; it has the full name of the attribute if the other call is of ``getattr``.
+            HostilePickleError: always.
         """
-        owner, attribute = (*self.args, None, None)[:2]
-        if self.class_name == "builtins.getattr" and isinstance(owner, ClassReference) and type(attribute) is str:
-            raise HostilePickleError(f"{owner.class_name}.{attribute}")
         raise HostilePickleError(f"the result of {self.class_name}")
 
     def __repr__(self) -> str:
