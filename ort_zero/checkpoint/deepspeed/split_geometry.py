@@ -8,9 +8,9 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import overload
 
 from ort_zero.checkpoint.files.dtypes import itemsize
+from ort_zero.checkpoint.pieces import LazyPieces
 from ort_zero.checkpoint.records import Piece, Tensor
 from ort_zero.errors import CheckpointError
 
@@ -160,7 +160,7 @@ def _pieces(parts: Sequence[Tensor], split: Split) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-class PiecesOnDemand(Sequence[Piece]):
+class PiecesOnDemand(LazyPieces):
     """The pieces of a tensor whose rows are cut over the ranks, computed again when they are used.
 
     A matrix with 8192 rows on 8 ranks has 65536 pieces, a large model hundreds of these matrices. Only the pieces of
@@ -177,11 +177,8 @@ class PiecesOnDemand(Sequence[Piece]):
     def __len__(self) -> int:
         return len(_recent_pieces(self))
 
-    @overload
-    def __getitem__(self, index: int) -> Piece: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Piece, ...]: ...
-    def __getitem__(self, index: int | slice) -> Piece | tuple[Piece, ...]:
+    def piece_at(self, index: int) -> Piece:
+        """Return the piece at `index`, from 0 on."""
         return _recent_pieces(self)[index]
 
 
