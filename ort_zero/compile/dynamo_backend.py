@@ -30,7 +30,7 @@ from ort_zero.compile.records import graph_record
 from ort_zero.errors import ExportError
 from ort_zero.placement.agreement import agreement
 from ort_zero.placement.trial import Trial
-from ort_zero.statistics.collect import graph_passes
+from ort_zero.units import observing
 from ort_zero.units.module_paths import is_below
 from ort_zero.units.result_groups import compile_parts, divided
 from ort_zero.units.unit_forward import IN_GRAPH
@@ -63,7 +63,7 @@ class Compiler:
         if self._unit and compiled_backward.names_missing_gradients():
             raise ExportError("an autograd.Function in it tells missing gradients from zeros (set_materialize_grads)")
         reason = self.recompilations.note_graph()
-        graph_passes.follow_gradients(module)
+        observing.passes[-1].follow_gradients(module)
         replace_gelus(module)
         if name := _traced_otherwise(module):
             if self._unit:
@@ -240,7 +240,7 @@ def _prepare(module: GraphModule, direction: str) -> None:
     if direction == "forward":
         torch_compile.allow_second_backwards()
     elif direction == "inference":
-        graph_passes.remove_pass_throughs(module.graph)
+        observing.passes[-1].remove_pass_throughs(module.graph)
     for node in module.graph.find_nodes(op="get_attr"):  # torch 2.6 notes no value of constants
         node.meta.setdefault("val", operator.attrgetter(str(node.target))(module))
     view_chains.shorten(module.graph)

@@ -22,7 +22,7 @@ from ort_zero.compile.conversion.creation import CONSTANTS
 from ort_zero.compile.conversion.views import VIEWS
 from ort_zero.compile.plan import is_ordered
 from ort_zero.compile.sizes import hint
-from ort_zero.statistics.collect import graph_passes
+from ort_zero.units import observing
 
 aten = torch.ops.aten
 _WHOLE = frozenset(
@@ -71,7 +71,7 @@ def partition(
             computes nothing again but views and constants, as in eager PyTorch.
         rest: torch's other options.
     """
-    graph_passes.remove_pass_throughs(joint.graph)
+    observing.passes[-1].remove_pass_throughs(joint.graph)
     _keep_what_is_compared(joint, num_fwd_outputs)
     for node in joint.graph.nodes:
         # drawn a second time, random numbers would differ
@@ -80,7 +80,7 @@ def partition(
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     with partitioner_options(fraction, _has_equal_calls(joint)):
         divided = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **rest)
-    graph_passes.erase_from_backward(divided[1].graph)
+    observing.passes[-1].erase_from_backward(divided[1].graph)
     return divided
 
 

@@ -21,7 +21,7 @@ from ort_zero.compile.conversion.fragments import Fragment, NotConvertibleError
 from ort_zero.compile.conversion.registry import convert
 from ort_zero.compile.conversion.views import VIEWS
 from ort_zero.compile.flops import flops_of
-from ort_zero.statistics.collect.graph_passes import is_observation
+from ort_zero.units import observing
 
 _LARGE = 10**9
 """Floating-point operations from which on a product can be a segment of its own; they take 10 ms on one core."""
@@ -103,7 +103,7 @@ def _converted(
     for node in nodes:
         if (
             node.op != "call_function"
-            or is_observation(node)
+            or observing.passes[-1].is_observation(node)
             or isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
         ):
             continue

@@ -17,7 +17,7 @@ from torch.fx.passes.split_module import split_module
 
 from ort_zero.compat.torch_compile import tree_leaves
 from ort_zero.errors import ExportError
-from ort_zero.statistics.collect.graph_passes import is_observation
+from ort_zero.units import observing
 
 _MAX_PARTS = 16
 """Parts of a graph from which PyTorch runs the unit; a decoder's layer whose keys and values are results has eight."""
@@ -47,8 +47,9 @@ def divided(module: GraphModule) -> GraphModule | None:
         if leads_to[node]:
             of_part, limit = of_part | leads_to[node], limit & of_inputs
         parts[node] = number
-    if number >= _MAX_PARTS or any(map(is_observation, nodes)):
-        why = "statistics look into it" if any(map(is_observation, nodes)) else f"in more than {_MAX_PARTS} parts"
+    is_observed = any(map(observing.passes[-1].is_observation, nodes))
+    if number >= _MAX_PARTS or is_observed:
+        why = "statistics look into it" if is_observed else f"in more than {_MAX_PARTS} parts"
         raise ExportError(f"some of its parameters have gradients of some of its results alone, and {why}")
     return split_module(module, module, lambda node: parts.get(node, 0), keep_original_order=True)
 

@@ -117,14 +117,14 @@ ALLOWED: dict[str, set[str]] = {
     # what runs a segment or a unit: checked, timed, agreed on by all ranks
     "placement": {"compat", "env", "utils"},
     # what engines that compile a model unit by unit share
-    "units": {"backends.registry", "compat", "errors", "log", "placement", "statistics.collect"},
+    "units": {"backends.registry", "compat", "errors", "log", "placement"},
     # the engine of onnxruntime-training
     "ortmodule": {"backends.interface", "backends.registry", "backends.sessions", "compat", "config", "env", "errors",
                   "log", "placement", "statistics.collect", "units", "utils"},
     # the torch.compile backend on today's ONNX Runtime; its conversions know nothing of the rest
     "compile.conversion": {"compat"},
     "compile": {"backends.interface", "backends.registry", "backends.sessions", "compat", "compile.conversion",
-                "config", "env", "errors", "log", "placement", "statistics.collect", "units", "utils"},
+                "config", "env", "errors", "log", "placement", "units", "utils"},
     "ortmodule.backend": {"compat", "config", "errors", "ortmodule", "units"},
     "backends": {"backends.interface", "compile", "ortmodule.backend"},
     # what connects all this to DeepSpeed and to users
