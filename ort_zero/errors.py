@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ort_zero.masking import masked
+from ort_zero.utils.masking import masked
 
 
 class OrtZeroError(Exception):

@@ -26,7 +26,7 @@ from ort_zero.checkpoint.reads.checked_reads import read_whole
 from ort_zero.checkpoint.reads.training_state import read_training_state
 from ort_zero.checkpoint.records import BUFFER, Source, Tensor
 from ort_zero.errors import CheckpointError
-from ort_zero.masking import masked
+from ort_zero.utils.masking import masked
 
 SCRIPT_NAME = "zero_to_fp32.py"
 SCRIPT = '''\

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from ort_zero.masking import masked
+from ort_zero.utils.masking import masked
 
 TP_SPLIT_HELP = (
     "how tensor-parallel ranks share tensors, where the checkpoint does not say it itself: PATTERN=DIM, PATTERN=DIM/N "

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from ort_zero.cli import print_json
 from ort_zero.errors import OrtZeroError
-from ort_zero.masking import masked, without_folders
+from ort_zero.utils.masking import masked, without_folders
 from ort_zero.utils.tables import aligned
 
 if TYPE_CHECKING:
-    from ort_zero import doctor
+    from ort_zero.doctor import machine
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -43,14 +43,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if something must be fixed before models can train, else 0."""
-    from ort_zero import doctor
+    from ort_zero.doctor import machine
 
     if args.ranks:
         return _compare_ranks(args)
     if args.storage or args.file:
         raise OrtZeroError("--storage and --file go with --ranks")
     section = _section(args.report) if args.report else None
-    report = doctor.examine()
+    report = machine.examine()
     if args.report is not None and not args.json:
         print(bug_report(report, section))
         return 0 if report.ok else 1
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 def _compare_ranks(args: argparse.Namespace) -> int:
     """Print the differences between ranks on rank 0; return 1 on all ranks if there are any. All ranks must call."""
     from ort_zero.distributed import gloo_exit, launched_ranks
-    from ort_zero.doctor_ranks import compare_ranks
+    from ort_zero.doctor.ranks import compare_ranks
 
     gloo_exit.settle_at_exit()
     ranks = launched_ranks.from_launcher(args.storage or os.getcwd())
@@ -81,7 +81,7 @@ def _compare_ranks(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def bug_report(report: doctor.Report, section: Any = None) -> str:
+def bug_report(report: machine.Report, section: Any = None) -> str:
     """Return the report as a block to paste into an issue, with the section of a DeepSpeed JSON; paths are masked."""
     environment = {name: "..." if name == "HOME" else value for name, value in report.environment.items()}
     parts = [text_of(dataclasses.replace(report, environment=environment))]
@@ -109,7 +109,7 @@ def _section(path: str) -> Any:
     return content.get(config.SECTION) if isinstance(content, dict) else None
 
 
-def text_of(report: doctor.Report) -> str:
+def text_of(report: machine.Report) -> str:
     """Return the report as aligned lines."""
     rows = [("", "", "found", "needed")]
     for v in report.versions:

@@ -32,8 +32,8 @@ from ort_zero.cli import (
     verify,
 )
 from ort_zero.errors import CorruptCheckpointError, OrtZeroError
-from ort_zero.masking import masked
 from ort_zero.utils import progress
+from ort_zero.utils.masking import masked
 
 _COMMANDS = (doctor, aggregate, convert, verify, ls, diff, stats, memory, profile, explain)
 

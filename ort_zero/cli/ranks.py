@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ort_zero.distributed import gloo_exit
 from ort_zero.errors import CorruptCheckpointError, RankError
-from ort_zero.masking import masked
+from ort_zero.utils.masking import masked
 
 if TYPE_CHECKING:
     from ort_zero.distributed.raise_on_all_ranks import RankGroup

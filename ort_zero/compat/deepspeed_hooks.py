@@ -2,9 +2,9 @@
 
 DeepSpeed defines its hooks as functions nested in the method that registers them, so no import reaches them. Their code
 objects are constants of the outer function, and work with new closures. The outer function also numbers modules and
-registers hooks; :func:`number_modules` and :mod:`ort_zero.zero3_hooks` do this instead. Two checks come before any
-replacement: the nested functions must have the expected names, arguments and free variables, and the code around them
-must use no unexpected name.
+registers hooks; :func:`number_modules` and :mod:`ort_zero.plugin.zero3_hooks` do this instead. Two checks come before
+any replacement: the nested functions must have the expected names, arguments and free variables, and the code around
+them must use no unexpected name.
 """
 
 from __future__ import annotations

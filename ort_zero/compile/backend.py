@@ -1,4 +1,4 @@
-"""The compile backend, as :class:`ort_zero.backends.interface.Backend` declares it.
+"""The compile backend, as :class:`ort_zero.units.interface.Backend` declares it.
 
 Nothing heavy is imported at module level: the plugin asks for :func:`import_hooks` within ``import torch``.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ort_zero import config
-    from ort_zero.backends.interface import Examination
+    from ort_zero.units.interface import Examination
     from ort_zero.units.running_model import UnitsModel
 
 
@@ -47,6 +47,6 @@ def run(model: Any, section: config.Config, zero: Mapping[str, Any]) -> UnitsMod
 
 def examine() -> Examination:
     """Return that nothing of ours needs a compiler."""
-    from ort_zero.backends.interface import Examination
+    from ort_zero.units.interface import Examination
 
     return Examination(built=True)

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from ort_zero.backends import registry
 from ort_zero.compat import versions
+from ort_zero.units import registry
 
 
 def ort_zero(

@@ -28,10 +28,10 @@ from ort_zero.compile.partition import decompositions
 from ort_zero.compile.plan import Plan, Segment, make_plan
 from ort_zero.compile.records import graph_record
 from ort_zero.errors import ExportError
-from ort_zero.placement.agreement import agreement
-from ort_zero.placement.trial import Trial
 from ort_zero.units import observing
 from ort_zero.units.module_paths import is_below
+from ort_zero.units.placement.agreement import agreement
+from ort_zero.units.placement.trial import Trial
 from ort_zero.units.result_groups import compile_parts, divided
 from ort_zero.units.unit_forward import IN_GRAPH
 from ort_zero.utils.atomic_write import write_bytes

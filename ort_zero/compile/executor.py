@@ -23,8 +23,8 @@ from ort_zero.compile.reference import in_float64, reference_of, runnable, with_
 from ort_zero.compile.reproducer import write_reproducer
 from ort_zero.compile.sessions import Layout, Session
 from ort_zero.compile.sizes import numbers
-from ort_zero.placement.agreement import Agreement, Runner
-from ort_zero.placement.trial import Trial
+from ort_zero.units.placement.agreement import Agreement, Runner
+from ort_zero.units.placement.trial import Trial
 
 _MAX_LAYOUTS = 256
 """Number of combinations of sizes for which the sizes of a segment's edges are kept."""

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ort_zero.compile.plan import Segment
-from ort_zero.placement import differences
+from ort_zero.units.placement import differences
 
 _VIEW = torch.ops.aten.view.default
 _RESHAPE = torch.ops.aten.reshape.default

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ort_zero.backends import registry
 from ort_zero.cpu_memory import glibc
 from ort_zero.errors import PatchError
+from ort_zero.units import registry
 
 _ADAM, _COLLECTIVES = "Adam in pieces", "collectives in place"
 _BUCKETS = "buckets of at most 32 MiB"

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from ort_zero import env
 from ort_zero.compat.torch_distributed import default_store, is_collective_error
 from ort_zero.distributed.missing_ranks import error_key, failures_key
-from ort_zero.masking import masked
+from ort_zero.utils.masking import masked
 
 SECONDS = 30.0
 """Time in seconds within which all other ranks must fail as well."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from ort_zero import env
 from ort_zero.compat.torch_distributed import default_store, is_collective_error, record_for_torchrun
 from ort_zero.errors import ConfigError
-from ort_zero.masking import masked
+from ort_zero.utils.masking import masked
 
 T = TypeVar("T")
 

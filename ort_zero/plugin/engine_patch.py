@@ -9,16 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 from ort_zero import config, env, log
-from ort_zero.backends import loading, registry
 from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.compat import third_party
 from ort_zero.cpu_memory import measures
 from ort_zero.distributed import lone_failures
 from ort_zero.distributed.missing_ranks import note_this_rank, remember_ranks
 from ort_zero.errors import CheckpointError, ConfigError
-from ort_zero.plugin import compile_progress, metrics, profiled_script, statistics, summary
+from ort_zero.plugin import compile_progress, loading, metrics, profiled_script, statistics, summary
+from ort_zero.plugin.zero3_hooks import patches as zero3_patches
+from ort_zero.units import registry
 from ort_zero.utils.patching import Patch, defined_in
-from ort_zero.zero3_hooks import patches as zero3_patches
 
 
 def _engine_init(original):

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ort_zero import env
-from ort_zero.backends import loading, registry
-from ort_zero.plugin import explained_script
+from ort_zero.plugin import explained_script, loading
+from ort_zero.units import registry
 
 _ACCELERATES_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _HOOKED_MODULE = "deepspeed.runtime.engine"
@@ -172,7 +172,7 @@ def enable() -> None:
     from ort_zero.distributed import gloo_exit
     from ort_zero.errors import PatchError
     from ort_zero.plugin import engine_patch, fp32_patch
-    from ort_zero.zero3_hooks import patches as hook_patches
+    from ort_zero.plugin.zero3_hooks import patches as hook_patches
 
     registry.apply("deepspeed", lambda: (*engine_patch.PATCHES, *hook_patches.PATCHES, *fp32_patch.patches()))
     with contextlib.suppress(PatchError):  # another torch or DeepSpeed: they say less

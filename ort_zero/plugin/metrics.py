@@ -8,7 +8,7 @@ from typing import Any
 
 from ort_zero import config, env, log
 from ort_zero.errors import ConfigError
-from ort_zero.metrics.writer import MetricsWriter, path_of_rank
+from ort_zero.profiling.metrics import MetricsWriter, path_of_rank
 
 _WRITER = "ort_zero_metrics"
 _writers: weakref.WeakKeyDictionary[MetricsWriter, tuple[str | None, int]] = weakref.WeakKeyDictionary()

@@ -7,11 +7,11 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from ort_zero import config, env, log
-from ort_zero.backends import loading, registry
 from ort_zero.compat import torch_compile
 from ort_zero.cpu_memory import glibc
 from ort_zero.errors import ConfigError
-from ort_zero.plugin import compile_progress, profiled_script, statistics, summary
+from ort_zero.plugin import compile_progress, loading, profiled_script, statistics, summary
+from ort_zero.units import registry
 
 
 def wrap(model: Any, **section: Any) -> Any:

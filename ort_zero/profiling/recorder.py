@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ort_zero import env
-from ort_zero.backends.interface import NodeProfiles
 from ort_zero.compat.torch_profiler import OperatorProfiler
 from ort_zero.profiling import trace
 from ort_zero.profiling.breakdown import NodeRun, Span, divide
 from ort_zero.profiling.exchange import DONE, FAILED, ORT, PROFILING, TIMING, ProfileRequest, RankProfile
+from ort_zero.units.interface import NodeProfiles
 from ort_zero.utils import named_ranges
 from ort_zero.utils.named_ranges import named_range
 

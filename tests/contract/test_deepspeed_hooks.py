@@ -13,10 +13,10 @@ parameter_offload = pytest.importorskip("deepspeed.runtime.zero.parameter_offloa
 from ort_zero.compat import deepspeed_hooks  # noqa: E402
 from ort_zero.errors import PatchError  # noqa: E402
 from ort_zero.plugin import lifecycle  # noqa: E402
+from ort_zero.plugin.zero3_hooks import patches as hook_patches  # noqa: E402
+from ort_zero.plugin.zero3_hooks.patches import has_section, with_section  # noqa: E402
+from ort_zero.plugin.zero3_hooks.subscriber import BackwardAction  # noqa: E402
 from ort_zero.utils.patching import MARKER, PatchSet, resolve  # noqa: E402
-from ort_zero.zero3_hooks import patches as hook_patches  # noqa: E402
-from ort_zero.zero3_hooks.patches import has_section, with_section  # noqa: E402
-from ort_zero.zero3_hooks.subscriber import BackwardAction  # noqa: E402
 
 Offload = parameter_offload.DeepSpeedZeRoOffload
 REGISTER = "_register_deepspeed_module"

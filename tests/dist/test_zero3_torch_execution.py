@@ -79,9 +79,9 @@ def _train(scenario, ours):
     import torch
     from deepspeed.runtime.zero import unwrap_model_for_generation
 
+    from ort_zero.plugin.zero3_hooks.patches import PATCHES, has_section, with_section
+    from ort_zero.plugin.zero3_hooks.subscriber import BeforeBackward
     from ort_zero.utils.patching import PatchSet
-    from ort_zero.zero3_hooks.patches import PATCHES, has_section, with_section
-    from ort_zero.zero3_hooks.subscriber import BeforeBackward
 
     mlp, Reused = _models()
     torch.manual_seed(0)

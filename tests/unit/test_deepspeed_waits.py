@@ -8,9 +8,9 @@ import sys
 import deepspeed.runtime.zero  # noqa: F401 - the module itself, before another one stands for it
 import pytest
 
-from ort_zero.backends import registry
 from ort_zero.compat import deepspeed_waits
 from ort_zero.plugin import engine_patch
+from ort_zero.units import registry
 
 LAST = """
 class Init:

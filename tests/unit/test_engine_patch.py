@@ -8,7 +8,6 @@ from types import ModuleType
 import pytest
 
 from ort_zero import config
-from ort_zero.backends import registry
 from ort_zero.checkpoint.loads import loading
 from ort_zero.checkpoint.saves import saving
 from ort_zero.compat import deepspeed as ds_compat
@@ -16,6 +15,7 @@ from ort_zero.compat import third_party
 from ort_zero.cpu_memory import measures
 from ort_zero.errors import CheckpointError, ConfigError
 from ort_zero.plugin import engine_patch
+from ort_zero.units import registry
 from ort_zero.utils.patching import PatchSet
 
 LATER_VERSION = """

@@ -36,7 +36,8 @@ OF_PYTHON = frozenset({"_asdict", "_fields", "_make", "_replace"})
 """Public in spite of the underscore: those of named tuples."""
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller"}
 PUBLIC_IN_DISTRIBUTED = {"all_gather"}
-SPLIT = {"backends": {"interface", "registry", "sessions"}, "compile": {"conversion"}, "ortmodule": {"backend"},
+SPLIT = {"compile": {"conversion"}, "ortmodule": {"backend"}, "plugin": {"zero3_hooks"},
+         "units": {"interface", "placement", "registry", "sessions"}, "utils": {"masking"},
          "checkpoint": {"dcp", "files", "records", "pieces", "restricted_pickle", "seal", "torch_file",
                         "format", "reads",
                         "model_files", "deepspeed", "opening", "finding", "aggregation", "zero_to_fp32", "saves",
@@ -45,29 +46,28 @@ SPLIT = {"backends": {"interface", "registry", "sessions"}, "compile": {"convers
 """Packages in which a module or a package below stands for itself; the package's own name means the rest of it."""
 ALLOWED: dict[str, set[str]] = {
     # what needs nothing of the rest
-    "masking": set(),
-    "errors": {"masking"},
+    "utils.masking": set(),
+    "errors": {"utils.masking"},
     "utils": {"errors"},
     "env": set(),
     "log": {"env", "errors"},
     # versions of other packages; ranks
     "compat": {"env", "errors", "log", "utils"},
     "config": {"compat", "errors", "log"},
-    "distributed": {"compat", "env", "errors", "masking", "utils"},
+    "distributed": {"compat", "env", "errors", "utils.masking", "utils"},
     # what a backend offers, and what is in place
-    "backends.interface": {"config"},
-    "backends.registry": {"compat", "utils"},
-    "backends.sessions": set(),
+    "units.interface": {"config"},
+    "units.registry": {"compat", "utils"},
+    "units.sessions": set(),
     # ZeRO-3 where PyTorch runs the model
-    "zero3_hooks": {"compat", "distributed", "utils"},
+    "plugin.zero3_hooks": {"compat", "distributed", "utils"},
     # what users collect, and how two runs are compared
     "statistics": {"errors", "utils"},
     "statistics.collect": {"compat", "distributed", "env", "errors", "log", "statistics", "utils"},
     "statistics.compare": {"errors", "statistics", "utils"},
-    "metrics": {"errors", "log", "utils"},
-    "profiling": {"backends.interface", "compat", "env", "errors", "utils"},
+    "profiling": {"compat", "env", "errors", "log", "units.interface", "utils"},
     # checkpoints: bytes in files, one record of what they hold, its readers, and what is done with it
-    "checkpoint.files": {"errors", "masking", "utils"},
+    "checkpoint.files": {"errors", "utils.masking", "utils"},
     "checkpoint.records": {"checkpoint.files", "utils"},
     "checkpoint.pieces": {"checkpoint.files", "checkpoint.records"},
     "checkpoint.restricted_pickle": {"checkpoint.files"},
@@ -91,13 +91,13 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint.aggregation": {"checkpoint.files", "checkpoint.finding", "checkpoint.model_files",
                                "checkpoint.pieces", "checkpoint.reads",
                                "checkpoint.records", "distributed", "env",
-                               "errors", "masking", "utils"},
+                               "errors", "utils.masking", "utils"},
     "checkpoint.zero_to_fp32": {"checkpoint.aggregation", "checkpoint.files", "checkpoint.format", "checkpoint.finding",
-                                "checkpoint.reads", "checkpoint.records", "errors", "masking"},
+                                "checkpoint.reads", "checkpoint.records", "errors", "utils.masking"},
     "checkpoint.saves": {"checkpoint.files", "checkpoint.format", "checkpoint.model_files",
                          "checkpoint.pieces",
                          "checkpoint.records", "checkpoint.zero_to_fp32", "compat", "distributed", "errors", "log",
-                         "masking", "utils"},
+                         "utils.masking", "utils"},
     "checkpoint.loads": {"checkpoint.aggregation", "checkpoint.deepspeed", "checkpoint.files", "checkpoint.format",
                          "checkpoint.finding", "checkpoint.reads", "checkpoint.records", "checkpoint.saves", "compat",
                          "distributed", "errors", "log", "utils"},
@@ -109,35 +109,34 @@ ALLOWED: dict[str, set[str]] = {
                               "checkpoint.seal",
                               "checkpoint.finding", "checkpoint.format",
                               "checkpoint.reads", "checkpoint.records", "checkpoint.torch_file", "errors",
-                              "masking", "utils"},
+                              "utils.masking", "utils"},
     "checkpoint": {"checkpoint.aggregation", "checkpoint.conversions", "checkpoint.inspection", "checkpoint.loads",
                    "checkpoint.saves", "utils"},
     # what saves memory on CPUs, whoever runs the model
-    "cpu_memory": {"backends.registry", "compat", "errors", "log", "utils"},
+    "cpu_memory": {"units.registry", "compat", "errors", "log", "utils"},
     # what runs a segment or a unit: checked, timed, agreed on by all ranks
-    "placement": {"compat", "env", "utils"},
+    "units.placement": {"compat", "env", "utils"},
     # what engines that compile a model unit by unit share
-    "units": {"backends.registry", "compat", "errors", "log", "placement"},
+    "units": {"units.registry", "compat", "errors", "log", "units.placement"},
     # the engine of onnxruntime-training
-    "ortmodule": {"backends.interface", "backends.registry", "backends.sessions", "compat", "config", "env", "errors",
-                  "log", "placement", "statistics.collect", "units", "utils"},
+    "ortmodule": {"units.interface", "units.registry", "units.sessions", "compat", "config", "env", "errors",
+                  "log", "units.placement", "statistics.collect", "units", "utils"},
     # the torch.compile backend on today's ONNX Runtime; its conversions know nothing of the rest
     "compile.conversion": {"compat"},
-    "compile": {"backends.interface", "backends.registry", "backends.sessions", "compat", "compile.conversion",
-                "config", "env", "errors", "log", "placement", "units", "utils"},
+    "compile": {"units.interface", "units.registry", "units.sessions", "compat", "compile.conversion",
+                "config", "env", "errors", "log", "units.placement", "units", "utils"},
     "ortmodule.backend": {"compat", "config", "errors", "ortmodule", "units"},
-    "backends": {"backends.interface", "compile", "ortmodule.backend"},
     # what connects all this to DeepSpeed and to users
-    "plugin": {"backends", "backends.registry", "backends.sessions", "checkpoint.loads", "checkpoint.finding",
+    "plugin": {"compile", "ortmodule.backend", "units.interface", "units.registry", "units.sessions",
+               "checkpoint.loads", "checkpoint.finding",
                "checkpoint.saves", "checkpoint.zero_to_fp32", "compat", "config", "cpu_memory", "distributed", "env",
-               "errors", "log", "metrics", "profiling", "statistics.collect", "units", "utils", "zero3_hooks"},
+               "errors", "log", "profiling", "statistics.collect", "units", "utils", "plugin.zero3_hooks"},
     "__init__": {"plugin", "utils"},
-    "doctor": {"__init__", "backends", "compat", "cpu_memory", "env", "masking", "utils"},
-    "doctor_ranks": {"__init__", "backends", "compat", "distributed"},
+    "doctor": {"__init__", "distributed", "plugin", "compat", "cpu_memory", "env", "utils.masking", "utils"},
     "hooks": {"statistics.collect", "statistics.compare", "utils"},
     "cli": {"__init__", "checkpoint.aggregation", "checkpoint.conversions", "checkpoint.files",
-            "checkpoint.finding", "checkpoint.inspection", "compat", "config", "distributed", "doctor", "doctor_ranks",
-            "env", "errors", "masking", "profiling", "statistics", "statistics.compare", "utils"},
+            "checkpoint.finding", "checkpoint.inspection", "compat", "config", "distributed", "doctor",
+            "env", "errors", "utils.masking", "profiling", "statistics", "statistics.compare", "utils"},
     "__main__": {"cli"},
 }  # fmt: skip
 """What each package may import, at module level or later: packages above its own line alone. Every entry is in use."""
@@ -355,11 +354,11 @@ offload.dp_process_group
     assert sorted({line for line, _ in private_attributes(ast.parse(code), own)}) == list(range(6, 15))
     code = (
         "from ort_zero import env, enable\nimport ort_zero.cli.main\nfrom . import patches\n"
-        "from ..ortmodule.upstream import hooks\nHOMES = {'x': 'ort_zero.statistics.rows'}\n"
+        "from ...ortmodule.upstream import hooks\nHOMES = {'x': 'ort_zero.statistics.rows'}\n"
     )
-    found = [name for _, name in imported_modules(ast.parse(code), "ort_zero.zero3_hooks.subscriber")]
+    found = [name for _, name in imported_modules(ast.parse(code), "ort_zero.plugin.zero3_hooks.subscriber")]
     assert set(found) == {
-        "ort_zero.env", "ort_zero", "ort_zero.cli.main", "ort_zero.zero3_hooks.patches",
+        "ort_zero.env", "ort_zero", "ort_zero.cli.main", "ort_zero.plugin.zero3_hooks.patches",
         "ort_zero.ortmodule.upstream.hooks", "ort_zero.statistics.rows",
     }  # fmt: skip
     assert [package_of(f"ort_zero{name}") for name in ("", ".ortmodule.backend", ".ortmodule.upstream.hooks")] == [

@@ -8,7 +8,7 @@ import pytest
 
 from ort_zero.cli import main as cli
 from ort_zero.errors import CheckpointError, CorruptCheckpointError, RankError
-from ort_zero.masking import masked, without_folders
+from ort_zero.utils.masking import masked, without_folders
 
 SECRET = "hunter2"
 URL = f"memory://user:{SECRET}@host/run"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ort_zero import doctor
-from ort_zero.backends import loading
 from ort_zero.compat import deepspeed_programs, torch_extensions, versions
+from ort_zero.doctor import machine as doctor
+from ort_zero.plugin import loading
 
 WHEELS = {"onnxruntime": "1.32.0", "onnxruntime-gpu": "1.32.0", "onnxruntime-training": "1.19.2"}
 OTHERS = {"torch": "2.13.0", "deepspeed": "0.19.8", "onnx": "1.23.2"}

@@ -26,8 +26,8 @@ from ort_zero.checkpoint.reads.record_checks import check_records_of
 from ort_zero.checkpoint.records import MAX_NAMED, File, Source
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError
-from ort_zero.masking import masked
 from ort_zero.utils.garbage import collection_paused
+from ort_zero.utils.masking import masked
 from ort_zero.utils.progress import bar
 from ort_zero.utils.text import shortened
 

@@ -11,7 +11,7 @@ from typing import IO, Any
 from isal.isal_zlib import crc32
 
 from ort_zero.errors import CorruptCheckpointError
-from ort_zero.masking import masked
+from ort_zero.utils.masking import masked
 
 CHUNK = 8 << 20
 """Maximum number of bytes that each thread reads or writes at a time."""

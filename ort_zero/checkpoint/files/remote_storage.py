@@ -14,8 +14,8 @@ from typing import IO, Any, TypeVar
 
 from ort_zero.checkpoint.files.folders import CHUNK, Folder, joined_url
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
-from ort_zero.masking import masked_as_in
 from ort_zero.utils.atomic_write import partial_name
+from ort_zero.utils.masking import masked_as_in
 
 RANGE_BYTES = CHUNK
 """Maximum number of bytes of one ranged request; the requests of one read are sent together."""

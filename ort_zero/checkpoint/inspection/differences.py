@@ -18,7 +18,7 @@ from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
 from ort_zero.checkpoint.records import Source, Tensor
 from ort_zero.errors import CheckpointError
-from ort_zero.masking import masked
+from ort_zero.utils.masking import masked
 from ort_zero.utils.progress import bar
 
 WHAT = ("weights", "weights+optimizer")

@@ -40,7 +40,7 @@ from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.distributed.side_channel import SideChannelGroup
 from ort_zero.distributed.sigint import interrupts_deferred
 from ort_zero.errors import CheckpointError
-from ort_zero.masking import masked
+from ort_zero.utils.masking import masked
 
 _RUN_ID = uuid.uuid4().hex
 _running: list[_BackgroundSave] = []

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ort_zero.backends.interface import Examination
 from ort_zero.errors import BuildError
 from ort_zero.ortmodule.upstream import extensions
+from ort_zero.units.interface import Examination
 
 
 def examine() -> Examination:

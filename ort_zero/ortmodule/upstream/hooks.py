@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ort_zero.backends import registry
 from ort_zero.ortmodule.upstream import PACKAGE
+from ort_zero.units import registry
 
 
 def import_hooks() -> dict[str, Callable[[Any], None]]:

@@ -18,8 +18,8 @@ def patched() -> list[str]:
     import deepspeed
     import torch.distributed as dist
 
-    from ort_zero.backends import registry
     from ort_zero.cpu_memory import collectives
+    from ort_zero.units import registry
 
     deepspeed.init_distributed("gloo", verbose=False)
     called: list[str] = []

@@ -98,7 +98,7 @@ def _with_kernel(
     stage: int = 3,
 ) -> None:
     from ort_zero.compile.sessions import Session
-    from ort_zero.placement import trial
+    from ort_zero.units.placement import trial
 
     right = Session.run
 

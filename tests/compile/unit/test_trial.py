@@ -14,10 +14,10 @@ from ort_zero.compile.engine import CompileEngine
 from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.records import GraphRecord, SegmentRecord
 from ort_zero.compile.settings import Settings
-from ort_zero.placement import trial as trial_module
-from ort_zero.placement.agreement import Agreement, Decision, Runner
-from ort_zero.placement.differences import explain_difference
-from ort_zero.placement.trial import Trial
+from ort_zero.units.placement import trial as trial_module
+from ort_zero.units.placement.agreement import Agreement, Decision, Runner
+from ort_zero.units.placement.differences import explain_difference
+from ort_zero.units.placement.trial import Trial
 
 
 class Calls:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ort_zero import log
 from ort_zero.errors import ConfigError
-from ort_zero.metrics.figures import figures_of, prometheus_text
+from ort_zero.profiling.figures import figures_of, prometheus_text
 from ort_zero.utils import atomic_write
 
 _RANK = "{rank}"

@@ -40,7 +40,7 @@ def has_section(offload: Any) -> bool:
 def _subscriber(offload: Any) -> Any:
     subscriber = vars(offload).get(_SUBSCRIBER)
     if subscriber is None:
-        from ort_zero.zero3_hooks.subscriber import ZeROOffloadSubscriber
+        from ort_zero.plugin.zero3_hooks.subscriber import ZeROOffloadSubscriber
 
         subscriber = ZeROOffloadSubscriber(offload)
         setattr(offload, _SUBSCRIBER, subscriber)

@@ -18,10 +18,10 @@ from importlib import metadata
 from pathlib import Path
 
 from ort_zero import __version__, env
-from ort_zero.backends import loading
 from ort_zero.compat import deepspeed_programs, torch_extensions, versions
 from ort_zero.cpu_memory import measures
-from ort_zero.masking import masked
+from ort_zero.plugin import loading
+from ort_zero.utils.masking import masked
 from ort_zero.utils.sizes import binary_size
 
 _ASK_PROVIDERS = "import onnxruntime; print('providers', *onnxruntime.get_available_providers())"

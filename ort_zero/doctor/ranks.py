@@ -16,9 +16,9 @@ from typing import Any
 import xxhash
 
 from ort_zero import __version__
-from ort_zero.backends import loading
 from ort_zero.compat import versions
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
+from ort_zero.plugin import loading
 
 CLOCK_SECONDS = 2.0
 """Largest difference between the clocks of two hosts in seconds that is no problem."""

@@ -1,1 +1,0 @@
-"""Collect figures of a running training and write them to files and monitors."""
