@@ -212,10 +212,6 @@ def section_of(ds_config: Mapping[str, Any] | None) -> Config | None:
 def read_json(path: Path, what: str) -> Any:
     """Return what a JSON file of the user's holds.
 
-    Args:
-        path: path of the file.
-        what: name of the file in the error message, such as "the plan file".
-
     Raises:
         ConfigError: the file is missing or malformed.
     """

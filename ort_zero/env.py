@@ -76,21 +76,13 @@ def can_write(folder: Path) -> bool:
     return False
 
 
-def memory_trial_file() -> Path | None:
-    """Return the file with the request of ``ort-zero memory plan`` to this process; None without a request."""
-    name = os.environ.get(MEMORY_TRIAL)
-    return Path(name) if name else None
+def request_file(variable: str) -> Path | None:
+    """Return the file with the request of a command to this process; None without a request.
 
-
-def profile_file() -> Path | None:
-    """Return the file with the request of ``ort-zero profile`` to this process; None without a request."""
-    name = os.environ.get(PROFILE)
-    return Path(name) if name else None
-
-
-def explain_file() -> Path | None:
-    """Return the file with the request of ``ort-zero explain`` to this process; None without a request."""
-    name = os.environ.get(EXPLAIN)
+    Args:
+        variable: :data:`MEMORY_TRIAL`, :data:`PROFILE` or :data:`EXPLAIN`.
+    """
+    name = os.environ.get(variable)
     return Path(name) if name else None
 
 
@@ -127,10 +119,7 @@ def speaks_for_host() -> bool:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may run on, at least 1."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS has no such function
-        return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def threads_per_rank() -> int:

@@ -125,7 +125,6 @@ def set_level(name: str, engine: Any = None) -> Level:
     engines. Each engine sets the other logs to its own level.
 
     Args:
-        name: name of the level.
         engine: the engine whose section names the level; None ignores the levels of all engines.
 
     Raises:

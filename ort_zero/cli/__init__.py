@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import json
 from collections.abc import Callable
@@ -10,18 +11,29 @@ from typing import Any
 
 from ort_zero.utils.masking import masked
 
-TP_SPLIT_HELP = (
-    "how tensor-parallel ranks share tensors, where the checkpoint does not say it itself: PATTERN=DIM, PATTERN=DIM/N "
-    "for N fused ones, or PATTERN=replicated, such as '*.o_proj.weight=1'; or a JSON file of such pairs (repeatable)"
-)
-
-
-def options_of(args: argparse.Namespace, function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the parsed options that are arguments of `function`; those that were not given keep its defaults."""
-    names = inspect.signature(function).parameters
-    return {name: value for name, value in vars(args).items() if name in names and value is not None}
-
 
 def print_json(value: dict[str, Any]) -> None:
     """Print `value` as one JSON object on stdout; values without a JSON type, such as paths, become text."""
     print(masked(json.dumps(value, indent=2, default=str)))
+
+
+def print_report(args: argparse.Namespace, report: Any, text_of: Callable[[Any], str], **more: Any) -> None:
+    """Print a report, a dataclass, as text, or with ``--json`` its fields and `more`."""
+    print_json({**dataclasses.asdict(report), **more}) if args.json else print(text_of(report))
+
+
+def options_of(args: argparse.Namespace, function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the arguments of a command that a function has parameters for, but for options that were not given."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in vars(args).items() if name in known and value is not None}
+
+
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of all commands that read checkpoints."""
+    parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
+    text = (
+        "how tensor-parallel ranks share tensors, where the checkpoint does not say it itself: PATTERN=DIM, "
+        "PATTERN=DIM/N for N fused ones, or PATTERN=replicated, such as '*.o_proj.weight=1'; or a JSON file of such "
+        "pairs (repeatable)"
+    )
+    parser.add_argument("--tp-split", action="append", default=[], metavar="RULE", help=text)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import TYPE_CHECKING
 
 from ort_zero.checkpoint.files.dtypes import CHOICES
-from ort_zero.cli import TP_SPLIT_HELP, options_of, print_json
+from ort_zero.cli import add_source_options, options_of, print_report
 from ort_zero.cli.ranks import on_launched_ranks
 from ort_zero.utils.sizes import decimal_size, size_in
 from ort_zero.utils.tables import aligned
@@ -66,8 +65,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     names.add_argument("--merge-lora", action="store_true", help="add LoRA to the base weights, write the base model")
     names.add_argument("--adapter", metavar="NAME", help="which adapter of several")
     parser.add_argument("--strict", action="store_true", help="refuse weights with NaN or inf instead of warning")
-    parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
-    parser.add_argument("--tp-split", action="append", default=[], metavar="RULE", help=TP_SPLIT_HELP)
+    add_source_options(parser)
     return parser
 
 
@@ -76,12 +74,9 @@ def run(args: argparse.Namespace) -> int:
     from ort_zero.checkpoint.aggregation.aggregation import aggregate
 
     def work(ranks: RankGroup) -> AggregateReport:
-        return aggregate(**options_of(args, aggregate), ranks=ranks)
+        return aggregate(ranks=ranks, **options_of(args, aggregate))
 
-    def tell(report: AggregateReport) -> None:
-        print_json(dataclasses.asdict(report)) if args.json else print(text_of(report))
-
-    return on_launched_ranks("aggregate", args, work, tell)
+    return on_launched_ranks("aggregate", args, work, lambda report: print_report(args, report, text_of))
 
 
 def text_of(report: AggregateReport) -> str:

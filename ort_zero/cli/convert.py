@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import TYPE_CHECKING
 
 from ort_zero.checkpoint.files.dtypes import CHOICES
-from ort_zero.cli import TP_SPLIT_HELP, options_of, print_json
+from ort_zero.cli import add_source_options, options_of, print_report
 from ort_zero.cli.ranks import on_launched_ranks
 from ort_zero.utils.sizes import decimal_size, size_in
 
@@ -44,8 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         help="DeepSpeed's option, where the run that loads ZeRO-3 sets it (default: DeepSpeed's)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint DST/TAG")
-    parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
-    parser.add_argument("--tp-split", action="append", default=[], metavar="RULE", help=TP_SPLIT_HELP)
+    add_source_options(parser)
     return parser
 
 
@@ -54,12 +52,9 @@ def run(args: argparse.Namespace) -> int:
     from ort_zero.checkpoint.conversions.converting import convert
 
     def work(ranks: RankGroup) -> ConvertReport:
-        return convert(**options_of(args, convert), ranks=ranks)
+        return convert(ranks=ranks, **options_of(args, convert))
 
-    def tell(report: ConvertReport) -> None:
-        print_json(dataclasses.asdict(report)) if args.json else print(text_of(report))
-
-    return on_launched_ranks("convert", args, work, tell)
+    return on_launched_ranks("convert", args, work, lambda report: print_report(args, report, text_of))
 
 
 def text_of(report: ConvertReport) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from ort_zero.cli import TP_SPLIT_HELP, options_of, print_json
+from ort_zero.cli import add_source_options, options_of, print_report
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.sizes import size_in
 from ort_zero.utils.tables import aligned
@@ -33,8 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--what", choices=("weights", "weights+optimizer"), help="default: all that both contain")
     parser.add_argument("--atol", type=_tolerance, default=0.0, help="values this close are the same (default: 0)")
     parser.add_argument("--rtol", type=_tolerance, default=0.0, help="as --atol, relative to the value in B")
-    parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
-    parser.add_argument("--tp-split", action="append", default=[], metavar="RULE", help=TP_SPLIT_HELP)
+    add_source_options(parser)
     return parser
 
 
@@ -53,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         report = diff(**options_of(args, diff))
     except CorruptCheckpointError as error:
         raise CheckpointError(str(error)) from error  # status 1 would say that there is a difference
-    print_json({**dataclasses.asdict(report), "same": report.same}) if args.json else print(text_of(report))
+    print_report(args, report, text_of, same=report.same)
     return 0 if report.same else 1
 
 
@@ -76,14 +74,8 @@ def text_of(report: DiffReport) -> str:
 
 
 def _row(difference: TensorDifference) -> tuple[str, ...]:
-    shape = f"{list(difference.shape_a)}"
-    if difference.shape_a != difference.shape_b:
-        shape += f" / {list(difference.shape_b)}"
-    dtype = (
-        difference.dtype_a
-        if difference.dtype_a == difference.dtype_b
-        else f"{difference.dtype_a} / {difference.dtype_b}"
-    )
+    shape = " / ".join(dict.fromkeys((str(list(difference.shape_a)), str(list(difference.shape_b)))))
+    dtype = " / ".join(dict.fromkeys((difference.dtype_a, difference.dtype_b)))
     if difference.different is None:
         return (difference.name, shape, dtype, "-", "-", "-")
     counts = f"{difference.different} of {difference.elements}"

@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ort_zero.cli import print_json
+from ort_zero.cli import print_report
 from ort_zero.errors import OrtZeroError
 from ort_zero.utils.masking import masked, without_folders
 from ort_zero.utils.tables import aligned
 
 if TYPE_CHECKING:
     from ort_zero.doctor import machine
+    from ort_zero.doctor.ranks import RanksReport
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
     text = "show versions, compiler, extensions and providers, and the first thing to fix"
     parser = subparsers.add_parser("doctor", help=text, description=text)
-    parser.add_argument(
-        "--ranks",
-        action="store_true",
-        help="compare versions, files and clocks of the ranks that torchrun, deepspeed or mpirun has started",
-    )
-    parser.add_argument(
-        "--report",
-        nargs="?",
-        const="",
-        metavar="DS.json",
-        help="print what a bug report needs, with paths and secrets masked: versions, machine, the section of DS.json",
-    )
+    text = "compare versions, files and clocks of the ranks that torchrun, deepspeed or mpirun has started"
+    parser.add_argument("--ranks", action="store_true", help=text)
+    text = "print what a bug report needs, with paths and secrets masked: versions, machine, the section of DS.json"
+    parser.add_argument("--report", nargs="?", const="", metavar="DS.json", help=text)
     parser.add_argument("--storage", metavar="DIR", help="with --ranks: folder for checkpoints that all hosts share")
-    parser.add_argument(
-        "--file", action="append", default=[], metavar="FILE", help="with --ranks: must be the same on all hosts"
-    )
+    text = "with --ranks: must be the same on all hosts"
+    parser.add_argument("--file", action="append", default=[], metavar="FILE", help=text)
     return parser
 
 
@@ -51,13 +44,8 @@ def run(args: argparse.Namespace) -> int:
         raise OrtZeroError("--storage and --file go with --ranks")
     section = _section(args.report) if args.report else None
     report = machine.examine()
-    if args.report is not None and not args.json:
-        print(bug_report(report, section))
-        return 0 if report.ok else 1
-    if args.json:
-        print_json({**dataclasses.asdict(report), "ok": report.ok})
-    else:
-        print(text_of(report))
+    text = text_of if args.report is None else functools.partial(bug_report, section=section)
+    print_report(args, report, text, ok=report.ok)
     return 0 if report.ok else 1
 
 
@@ -72,13 +60,15 @@ def _compare_ranks(args: argparse.Namespace) -> int:
         report = compare_ranks(ranks, args.storage, args.file)
     finally:
         ranks.close()
-    if ranks.rank == 0 and args.json:
-        print_json({**dataclasses.asdict(report), "ok": report.ok})
-    elif ranks.rank == 0:
-        print(f"{report.ranks} ranks on {', '.join(report.hosts)}; clocks within {report.clock_seconds:.1f} s")
-        print("\n".join(f"same: {name} {value}" for name, value in report.facts.items()))
-        print("\n".join(f"problem: {text}" for text in report.problems) or "ready: all ranks see the same")
+    if ranks.rank == 0:
+        print_report(args, report, _text_of_ranks, ok=report.ok)
     return 0 if report.ok else 1
+
+
+def _text_of_ranks(report: RanksReport) -> str:
+    lines = [f"{report.ranks} ranks on {', '.join(report.hosts)}; clocks within {report.clock_seconds:.1f} s"]
+    lines += [f"same: {name} {value}" for name, value in report.facts.items()]
+    return "\n".join(lines + ([f"problem: {text}" for text in report.problems] or ["ready: all ranks see the same"]))
 
 
 def bug_report(report: machine.Report, section: Any = None) -> str:

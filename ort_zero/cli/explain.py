@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from ort_zero.cli import print_json
-from ort_zero.cli.script_options import add_launcher, script_progress
+from ort_zero.cli.script_options import add_script, command_of, script_progress
 from ort_zero.errors import OrtZeroError
 from ort_zero.utils.script_process import ScriptFailure
 
@@ -28,37 +27,26 @@ class ExplainedScriptError(ScriptFailure, OrtZeroError):
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
     text = "run a script for some steps, and show what runs in ONNX Runtime, what in PyTorch, and why"
-    usage = "ort-zero explain SCRIPT [options] [-- ARGUMENT ...]"
-    parser = subparsers.add_parser("explain", help=text, description=text, epilog=_EPILOG, usage=usage)
-    parser.add_argument("script", metavar="SCRIPT", help="training script, unchanged")
-    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="arguments of the script, after --")
-    add_launcher(parser)
+    parser = subparsers.add_parser("explain", help=text, description=text, epilog=_EPILOG)
+    add_script(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the script until it is settled what runs where, print which runtime runs what, and return the exit status."""
     from ort_zero import env
-    from ort_zero.utils import script_process
+    from ort_zero.utils.script_process import run_with_request
 
-    script = Path(args.script)
-    launcher = script_process.split_launcher(args.launcher) if args.launcher is not None else ()
-    script_process.require_script(script, launcher)
-
+    command = command_of(args)
     with script_progress("explaining", "script", args):
-        done = script_process.run_with_request(
-            script_process.command_line(script, args.arguments, launcher), env.EXPLAIN, {}
-        )
+        done = run_with_request(command, env.EXPLAIN, {})
         if not done.reports:
             why = "it trained no second step, or no model of it runs in ONNX Runtime"
             if done.status:
                 why = f"it ended with status {done.status}"
-            raise ExplainedScriptError(f"{script} explained nothing: {why}", done.tail if done.status else ())
+            raise ExplainedScriptError(f"{args.script} explained nothing: {why}", done.tail if done.status else ())
     report = done.reports[0]
-    if args.json:
-        print_json(report)
-    else:
-        print("\n".join(lines_of(report)))
+    print_json(report) if args.json else print("\n".join(lines_of(report)))
     return 0
 
 

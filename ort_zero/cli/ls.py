@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ort_zero.cli import TP_SPLIT_HELP, options_of, print_json
+from ort_zero.cli import add_source_options, options_of, print_json
 from ort_zero.utils.sizes import decimal_size
 from ort_zero.utils.tables import aligned
 
@@ -26,8 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     text = "list the checkpoints in a folder of runs, ours and DeepSpeed's, and say which are whole"
     parser = subparsers.add_parser("ls", help=text, description=text, epilog=_EPILOG)
     parser.add_argument("src", metavar="SRC", help="folder or URL of runs, of one run, of checkpoints, or of one")
-    parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
-    parser.add_argument("--tp-split", action="append", default=[], metavar="RULE", help=TP_SPLIT_HELP)
+    add_source_options(parser)
     return parser
 
 
@@ -36,10 +35,8 @@ def run(args: argparse.Namespace) -> int:
     from ort_zero.checkpoint.inspection.listing import list_checkpoints
 
     checkpoints = list_checkpoints(args.src, **options_of(args, list_checkpoints))
-    if args.json:
-        print_json({"checkpoints": [dataclasses.asdict(checkpoint) for checkpoint in checkpoints]})
-    else:
-        print(text_of(checkpoints))
+    plain = {"checkpoints": [dataclasses.asdict(checkpoint) for checkpoint in checkpoints]}
+    print_json(plain) if args.json else print(text_of(checkpoints))
     return 0
 
 

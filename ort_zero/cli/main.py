@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         """Parse; argparse itself gives a script no arguments where an option stands between SCRIPT and ``--``."""
-        if args is None or "--" not in args or all(action.dest != "arguments" for action in self._actions):
+        if args is None or "--" not in args or self.get_default("arguments") is None:
             return super().parse_known_args(args, namespace)
         at = list(args).index("--")
         parsed, unknown = super().parse_known_args(args[:at], namespace)

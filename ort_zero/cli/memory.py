@@ -1,35 +1,45 @@
-"""Run ``ort-zero memory``: plan which activations a script's model computes again, and measure memory and time."""
+"""Run ``ort-zero memory plan``: show what memory budgets would have units compute again, and what that costs.
+
+The command runs the script to the end of its first step. There each rank divides the graphs of its units for each
+budget, as a training with that budget would, and writes what came of it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ort_zero.cli import print_json
-from ort_zero.cli.script_options import add_launcher, script_progress
-from ort_zero.errors import ConfigError
+from ort_zero.cli.script_options import add_script, command_of, script_progress
+from ort_zero.errors import ConfigError, MemoryPlanError
+from ort_zero.utils.script_process import ScriptFailure
+from ort_zero.utils.sizes import binary_size, parse_share_or_size
 
 _EPILOG = """The script must use the same DeepSpeed JSON: pass it as the script expects it, after --. It is started
 once, unchanged, and ended after its first step. Exit status: 0 = planned; 2 = no plan."""
+_BUDGETS = ("80%", "60%", "40%", "20%")
+"""What is planned where neither the command nor the section names a budget."""
+_LISTED = 5
+"""Operators that a line names."""
+
+
+class ScriptError(ScriptFailure, MemoryPlanError):
+    """Raised for a script that ends before its first training step is over."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> tuple[argparse.ArgumentParser, ...]:
-    """Add the commands and return their parsers."""
+    """Add the command and return its parser."""
     text = "plan which activations are computed again in the backward, so that a step fits into less memory"
-    parser = subparsers.add_parser("memory", help=text, description=text, allow_abbrev=False)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    return (_add_plan(commands),)
-
-
-def _add_plan(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    group = subparsers.add_parser("memory", help=text, description=text, allow_abbrev=False)
+    commands = group.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     text = "show what a memory budget would have units compute again, for the real model and batch"
-    usage = "ort-zero memory plan --config DS.json --script train.py [options] [-- ARGUMENT ...]"
-    parser = commands.add_parser("plan", help=text, description=text, epilog=_EPILOG, usage=usage)
+    parser = commands.add_parser("plan", help=text, description=text, epilog=_EPILOG)
+    add_script(parser)
     parser.add_argument("--config", required=True, metavar="DS.json", help="DeepSpeed JSON with the ort_zero section")
-    parser.add_argument("--script", required=True, metavar="FILE", help="training script, unchanged")
-    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="arguments of the script, after --")
     parser.add_argument(
         "--budget",
         action="append",
@@ -38,20 +48,21 @@ def _add_plan(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         help="maximum memory of a step, or percentage of a step's memory without recomputation; repeatable "
         "(default: the section's, else some percentages)",
     )
-    add_launcher(parser)
-    parser.set_defaults(command="memory plan", work=_plan)
-    return parser
+    parser.set_defaults(command="memory plan")
+    return (parser,)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen command and return its exit status."""
-    return args.work(args)
+    """Run one step of the script, print what each budget would have its units compute again, and return 0.
 
+    The entries of the JSON are as :meth:`ort_zero.compile.memory.MemoryBudget.plan` returns them.
 
-def _plan(args: argparse.Namespace) -> int:
-    from ort_zero import config
-    from ort_zero.cli import memory_budgets
-    from ort_zero.utils import script_process
+    Raises:
+        ConfigError: a budget is neither a share nor a size, or the script or the section cannot be used.
+        ScriptError: the script failed, or trained no step in the compile backend.
+    """
+    from ort_zero import config, env
+    from ort_zero.utils.script_process import run_with_request
 
     section = config.read_section(Path(args.config))
     if section.engine() == "ortmodule":
@@ -59,17 +70,51 @@ def _plan(args: argparse.Namespace) -> int:
             'onnxruntime-training plans its own memory: set "memory": {"recompute": "auto", "budget": ...} and read '
             'the table that it prints, or plan with "backend": "compile"'
         )
-    launcher = script_process.split_launcher(args.launcher) if args.launcher is not None else ()
     budget = section.memory.budget
-    budgets = args.budget or ([str(budget)] if budget is not None else [])
+    budgets = args.budget or ([str(budget)] if budget is not None else _BUDGETS)
+    for each in budgets:
+        try:
+            parse_share_or_size(each)
+        except ValueError as error:
+            raise ConfigError(f"--budget: {error}") from None
+    command = command_of(args)
     with script_progress("planning", "step", args):
-        plans = memory_budgets.run_plans(Path(args.script), args.arguments, launcher, budgets)
-    print_json({"script": args.script, "plans": plans}) if args.json else print(
-        "\n".join(memory_budgets.lines_of(plans, _width()))
-    )
+        done = run_with_request(command, env.MEMORY_TRIAL, {"budgets": budgets})
+        if not done.reports:
+            why = f"it ended with status {done.status}" if done.status else "no model of it ended a step with units"
+            raise ScriptError(f"{args.script} has no plan: {why}", done.tail if done.status else ())
+    plans = max(done.reports, key=lambda plans: plans[0]["kept_without"])
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print_json({"script": args.script, "plans": plans}) if args.json else print("\n".join(lines_of(plans, width)))
     return 0
 
 
-def _width() -> int | None:
-    """Return the width of the terminal in characters, None if stdout is a file or a pipe."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+def lines_of(plans: Sequence[Mapping[str, Any]], width: int | None) -> list[str]:
+    """Return plans as lines of text: one for each budget, and below it one for each module."""
+    kept = binary_size(plans[0]["kept_without"])
+    lines = [f"Without recomputation a forward keeps {kept} for the backward, besides parameters."]
+    for plan in plans:
+        missed = "" if plan["fits"] else ", more than the budget: the least that can be kept"
+        lines += [
+            "",
+            f"budget {plan['budget']}: {binary_size(plan['kept'])} kept{missed}; computed again: "
+            f"{100 * plan['flops_share']:.1f} % of a step's floating-point operations in units",
+        ]
+        lines += [f"  {line}".rstrip()[:width] for line in _table(plan["modules"])]
+    return [*lines, "", 'To train with one: "ort_zero": {"memory": {"recompute": "auto", "budget": ...}}']
+
+
+def _table(modules: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = [f"{each['unit']}{each['module'] and '.'}{each['module']}" for each in modules]
+    longest = max(map(len, names), default=0)
+    return [
+        f"{name:<{longest}}  {binary_size(each['freed']):>9} freed  {100 * each['flops_share']:4.1f} %  "
+        f"{_listed(each['operators'])}"
+        for name, each in zip(names, modules, strict=True)
+    ]
+
+
+def _listed(operators: Mapping[str, int]) -> str:
+    names = sorted(operators, key=lambda name: -operators[name])
+    more = len(names) - _LISTED
+    return ", ".join([f"{operators[name]} {name}" for name in names[:_LISTED]] + [f"{more} others"] * (more > 0))

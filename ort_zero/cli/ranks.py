@@ -26,10 +26,7 @@ def on_launched_ranks(
     All ranks must call this. Only rank 0 prints the report, and raises an error of the work.
 
     Args:
-        command: name of the command, for messages of the other ranks.
         args: options of the command; the ranks find each other through a folder near ``args.dst``.
-        work: does this rank's part and returns the report.
-        tell: prints the report.
     """
     from ort_zero.distributed import launched_ranks
 

@@ -1,4 +1,4 @@
-"""Share options, a progress bar and the output of failed scripts between commands that run a user's script."""
+"""Share arguments, a progress bar and the output of failed scripts between commands that run a user's script."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -20,30 +21,37 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def add_launcher(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--launcher``."""
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Add the script, its arguments and its launcher: ``COMMAND [options] SCRIPT [-- ARGUMENT ...]``."""
+    parser.usage = f"{parser.prog} [options] SCRIPT [-- ARGUMENT ...]"
+    parser.add_argument("script", metavar="SCRIPT", type=Path, help="training script, unchanged")
+    text = "arguments of the script, after --"
+    parser.add_argument("arguments", nargs="*", default=[], metavar="ARGUMENT", help=text)
     parser.add_argument("--launcher", metavar="WORDS", help='command before the script: "deepspeed --num_gpus 2"')
+
+
+def command_of(args: argparse.Namespace) -> list[str]:
+    """Return the command line that the arguments of :func:`add_script` name.
+
+    Raises:
+        ConfigError: the script or its launcher cannot be started.
+    """
+    from ort_zero.utils.script_process import command_line
+
+    return command_line(args.script, args.arguments, args.launcher)
 
 
 @contextlib.contextmanager
 def script_progress(what: str, unit: str, args: argparse.Namespace) -> Iterator[Any]:
-    """Show a bar on a terminal while scripts run, and print the last lines of a failed script to stderr.
-
-    Args:
-        what: name of the work.
-        unit: unit of the bar.
-        args: options of the command; with ``--json`` there is no bar.
-    """
+    """Show a bar on a terminal while scripts run, but for ``--json``; print the last lines of a failed script."""
     from ort_zero.utils.progress import bar
     from ort_zero.utils.script_process import ScriptFailure
 
-    shown = bar(None, what, unit, shown=not args.json, delay=0)
-    try:
-        yield shown
-    except ScriptFailure as error:
-        shown.close()
-        for line in error.tail:
-            print(f"  | {line}", file=sys.stderr)
-        raise
-    finally:
-        shown.close()
+    with bar(None, what, unit, shown=not args.json, delay=0) as shown:
+        try:
+            yield shown
+        except ScriptFailure as error:
+            shown.close()
+            for line in error.tail:
+                print(f"  | {line}", file=sys.stderr)
+            raise

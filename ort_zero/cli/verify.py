@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from ort_zero.cli import TP_SPLIT_HELP, options_of, print_json
+from ort_zero.cli import add_source_options, options_of, print_report
 from ort_zero.utils.sizes import size_in
 from ort_zero.utils.text import shortened
 
@@ -23,8 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("src", metavar="SRC", help="folder or URL of a checkpoint, or of several with a file 'latest'")
     parser.add_argument("--tag", help="which checkpoint of several (default: what 'latest' names)")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="files read at a time (default: 2)")
-    parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
-    parser.add_argument("--tp-split", action="append", default=[], metavar="RULE", help=TP_SPLIT_HELP)
+    add_source_options(parser)
     parser.add_argument(
         "--seal",
         dest="seal_it",
@@ -42,10 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tag is None and (others := _others(args.src, report.root)):
         note = f"not verified: {shortened(others, 12)} (--tag names the one to verify)"
         report = dataclasses.replace(report, notes=(*report.notes, note))
-    if args.json:
-        print_json({**dataclasses.asdict(report), "ok": report.ok})
-    else:
-        print(text_of(report))
+    print_report(args, report, text_of, ok=report.ok)
     return 0 if report.ok else 1
 
 

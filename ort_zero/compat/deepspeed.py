@@ -1,12 +1,14 @@
-"""Read private names of DeepSpeed 0.19 that several modules need."""
+"""Read private names of DeepSpeed 0.19: of engines, of whole and partitioned parameters, of its collectives."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from ort_zero.compat.torch_modules import parameters_of
 from ort_zero.errors import PatchError
 from ort_zero.utils.patching import defined_in
 
@@ -18,6 +20,14 @@ READ_FP32_STATE = f"{ZERO_TO_FP32}:_get_fp32_state_dict_from_zero_checkpoint"
 FIND_OPTIMIZER_FILES = f"{ZERO_TO_FP32}:get_optim_files"
 FIND_MODEL_FILE = f"{ZERO_TO_FP32}:get_model_state_file"
 """The functions that find DeepSpeed's files in the folder of one checkpoint; Lightning calls these, too."""
+_STAGES = "deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.zero.stage3"
+_OPTIMIZERS = f"{_STAGES[0]}:DeepSpeedZeroOptimizer", f"{_STAGES[1]}:DeepSpeedZeroOptimizer_Stage3"
+_REDUCES = (
+    "reduce_ready_partitions_and_remove_grads", "process_gradients", "reduce_gradients",
+    "overlapping_partition_gradients_reduce_epilogue", "independent_gradient_partition_epilogue",
+)  # fmt: skip
+_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
+_GATHERS = (f"{_COORDINATOR}.fetch_sub_module", f"{_STAGES[0]}:all_gather_dp_groups", f"{_OPTIMIZERS[1]}._post_step")
 
 
 def require_fp32_reader(original: Any) -> None:
@@ -37,11 +47,7 @@ def require_file_finder(original: Any) -> None:
 
 
 def config_of(init: Any, self: Any, args: tuple, kwargs: dict) -> tuple[inspect.BoundArguments, dict]:
-    """Return the bound arguments of an engine's ``__init__``, and the config dict that DeepSpeed uses.
-
-    Args:
-        init: the original ``DeepSpeedEngine.__init__``.
-    """
+    """Return the bound arguments of an engine's ``__init__``, and the config dict that DeepSpeed uses."""
     bound = inspect.signature(init).bind(self, *args, **kwargs)
     config = bound.arguments.get("config")
     if not isinstance(config, dict):
@@ -109,3 +115,72 @@ def flops_are_counted(engine: Any) -> Callable[[], bool]:
         )
 
     return is_counted
+
+
+def is_partitioned(parameter: Any) -> bool:
+    """Return True if ZeRO-3 manages the parameter."""
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(parameter: Any) -> tuple[int, ...]:
+    """Return the shape of the whole parameter."""
+    return tuple(parameter.ds_shape) if is_partitioned(parameter) else tuple(parameter.shape)
+
+
+def full_size(parameter: Any) -> int:
+    """Return the number of elements of the whole parameter."""
+    return int(parameter.ds_numel) if is_partitioned(parameter) else parameter.numel()
+
+
+def elements_of(module: Any) -> int:
+    """Return the number of elements of all parameters below a module; a partitioned parameter counts whole."""
+    return sum(map(full_size, parameters_of(module)))
+
+
+def number_of(parameter: Any) -> int | None:
+    """Return the number by which DeepSpeed's messages name a partitioned parameter, None for any other."""
+    return getattr(parameter, "ds_id", None)
+
+
+def micro_steps_since_step(engine: Any) -> int:
+    """Return the number of micro-steps since the optimizer's last step; 0 if the program sets the boundaries."""
+    managed = getattr(engine, "managed_gradient_accumulation", None)  # since 0.19
+    if getattr(engine, "_is_gradient_accumulation_boundary", None) is not None or (managed and not managed()):
+        return 0
+    return engine.micro_steps % engine.gradient_accumulation_steps()
+
+
+def drop_accumulated_gradients(engine: Any) -> None:
+    """Drop the accumulated gradients: the next micro-step is the first one of a step."""
+    optimizer = engine.optimizer
+    if optimizer is not None:
+        optimizer.zero_grad()
+        for name in ("averaged_gradients", "all_grad_tensors"):
+            gradients = getattr(optimizer, name, None)
+            if isinstance(gradients, dict):
+                gradients.update(dict.fromkeys(gradients))
+        if hasattr(optimizer, "bit16_groups") and hasattr(optimizer, "micro_step_id"):
+            optimizer.micro_step_id = -1  # ZeRO-3's zero_grad() does the same
+    engine.micro_steps = 0
+
+
+def gathers() -> Iterator[tuple[Any, str]]:
+    """Yield the functions that gather parameters in the installed DeepSpeed: class or module, and name in it."""
+    yield from _existing(_GATHERS)
+
+
+def reduces() -> Iterator[tuple[Any, str]]:
+    """Yield the functions that reduce gradients in the installed DeepSpeed: class or module, and name in it."""
+    yield from _existing(f"{optimizer}.{name}" for optimizer in _OPTIMIZERS for name in _REDUCES)
+    yield from _existing(["deepspeed.runtime.engine:DeepSpeedEngine.allreduce_gradients"])
+
+
+def _existing(targets: Any) -> Iterator[tuple[Any, str]]:
+    for target in targets:
+        module_name, _, path = target.partition(":")
+        holder: Any = importlib.import_module(module_name)
+        *parents, name = path.split(".")
+        for parent in parents:
+            holder = getattr(holder, parent, None)
+        if holder is not None and name in vars(holder):
+            yield holder, name

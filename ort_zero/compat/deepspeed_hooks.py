@@ -10,16 +10,14 @@ them must use no unexpected name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any
 
 from ort_zero.compat.deepspeed_hook_shapes import MODULE, HookShape, probe, probe_setup
 
-SETUP_TARGET = f"{MODULE}:DeepSpeedZeRoOffload.setup_zero_stage3_hooks"
-DESTROY_TARGET = f"{MODULE}:DeepSpeedZeRoOffload.destroy"
-REGISTER_TARGET = f"{MODULE}:DeepSpeedZeRoOffload._register_deepspeed_module"
+OFFLOAD = f"{MODULE}:DeepSpeedZeRoOffload"
 BEFORE_BACKWARD = "pre_bwd_fn"
 """Attribute of a module through whose ``apply`` DeepSpeed's hook passes each output."""
 AFTER_BACKWARD = "post_bwd_fn"
@@ -75,9 +73,11 @@ def number_modules(module: Any, count: list[int]) -> None:
     Numbers and marks are the same as from ``_register_deepspeed_module``: depth first, parent before child, without
     modules inside of a leaf module. `count` carries the last number over to the next call.
     """
+    from deepspeed.utils import z3_leaf_module
+
     module.ds_id = count[0]
     module.ds_recompute_parameters = set()
-    if is_leaf(module):
+    if z3_leaf_module(module):
         for parameter in module.parameters():
             parameter.ds_z3_leaf_module = module
         return
@@ -86,39 +86,9 @@ def number_modules(module: Any, count: list[int]) -> None:
         number_modules(child, count)
 
 
-def is_leaf(module: Any) -> bool:
-    """Return True if DeepSpeed treats `module` as one unit, with no hooks inside."""
-    from deepspeed.utils import z3_leaf_module
-
-    return z3_leaf_module(module)
-
-
 def shared_count(registering_function: Callable) -> list[int]:
     """Return the list with which ``_register_deepspeed_module`` counts the ``ds_id`` of the whole process."""
     return _original(registering_function).__defaults__[0]
-
-
-def register_root(offload: Any) -> None:
-    """Register hooks on the whole model of `offload`, with the method that its class has now, patched or not."""
-    offload._register_deepspeed_module(offload.module)
-
-
-def register_with_root(offload: Any, hooks: RebindedHooks) -> None:
-    """Register a new set of hooks for `offload`, on the root and on all modules, in DeepSpeed's order.
-
-    Args:
-        offload: the object that removes the hooks when it is destroyed.
-        hooks: the hook functions of `offload`.
-    """
-    offload.hierarchy = 0
-    offload.fwd_pre_hook = offload.module.register_forward_pre_hook(hooks.start_of_forward)
-    register_root(offload)
-
-
-def hand_over(offload: Any, forward: Iterable[Any], backward: Iterable[Any]) -> None:
-    """Add hook handles to `offload`, which removes these hooks together with its own."""
-    offload.forward_hooks.extend(forward)
-    offload.backward_hooks.extend(backward)
 
 
 def count_use(module: Any) -> None:
@@ -127,22 +97,6 @@ def count_use(module: Any) -> None:
     if "applied_pre_backward_ref_cnt" not in module.__dict__:
         module.applied_pre_backward_ref_cnt = 0
     module.applied_pre_backward_ref_cnt += 1
-
-
-def count_awaited_gradient(module: Any) -> None:
-    """Count one more gradient of the inputs of `module` that its backward will have to compute."""
-    module.ds_grads_remaining += 1
-
-
-def gradient_arrived(module: Any) -> bool:
-    """Count one gradient of the inputs of `module` as computed; return True if it was the last one awaited."""
-    module.ds_grads_remaining = module.ds_grads_remaining - 1
-    return module.ds_grads_remaining == 0
-
-
-def push_root(root: Any) -> None:
-    """Put `root` at the bottom of DeepSpeed's stack of modules in forward."""
-    sys.modules[MODULE].FWD_MODULE_STACK.append(root)
 
 
 def pop_root(root: Any) -> None:

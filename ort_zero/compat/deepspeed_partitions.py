@@ -48,8 +48,6 @@ def places_between(parameters: Iterable[tuple[str, int, int]], first: int, end: 
 
     Args:
         parameters: name, first element in the vector and number of elements of each parameter.
-        first: first element of the part.
-        end: end of the part, exclusive.
     """
     places = []
     for name, position, elements in parameters:
@@ -65,11 +63,6 @@ def zero12_group(
     """Return part number `part` of the flat tensor of one parameter group, which is cut into `parts` equal parts.
 
     Args:
-        number: number of the parameter group.
-        names: names of the parameters of the group.
-        shapes: shape of each parameter by its name.
-        part: index of the part.
-        parts: number of parts.
         pads: number of padding elements behind each parameter; None for no padding between parameters.
     """
     parameters, total = [], 0
@@ -101,10 +94,6 @@ def zero3_groups(
     """Return the flat tensors of a rank under ZeRO-3: one per sub-group of a parameter group.
 
     Args:
-        groups: names of the parameters of each group.
-        shapes: shape of each parameter by its name.
-        rank: rank that has the flat tensors.
-        world_size: number of ranks.
         sub_group_size: DeepSpeed's option: elements of one rank from which a sub-group is full.
     """
     flat_groups = []

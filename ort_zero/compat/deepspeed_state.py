@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ort_zero.compat.deepspeed_parameters import full_shape
+from ort_zero.compat.deepspeed import full_shape
 from ort_zero.compat.deepspeed_partitions import Place, places_between, zero3_group, zero3_part
 from ort_zero.compat.torch_modules import inside_of_ortmodule
 from ort_zero.errors import CheckpointError

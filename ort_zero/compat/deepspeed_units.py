@@ -18,8 +18,7 @@ from typing import Any
 from torch import nn
 
 from ort_zero.compat import deepspeed_hooks
-from ort_zero.compat.deepspeed import parameter_offload_of
-from ort_zero.compat.deepspeed_parameters import elements_of, full_size
+from ort_zero.compat.deepspeed import elements_of, full_size, parameter_offload_of
 from ort_zero.compat.torch_distributed import require_equal
 from ort_zero.compat.torch_modules import parameters_of
 from ort_zero.utils.patching import Patch, defined_in

@@ -27,12 +27,7 @@ def patches() -> tuple[Patch, ...]:
     if get_accelerator().device_name() != "cpu" or not _waits_for_the_last():
         return ()
     return (
-        Patch(
-            target=TARGET,
-            build=one_by_one,
-            why="gathered parameters are waited for",
-            guard=defined_in(_MODULE),
-        ),
+        Patch(target=TARGET, build=one_by_one, why="gathered parameters are waited for", guard=defined_in(_MODULE)),
     )
 
 
@@ -46,11 +41,7 @@ def _waits_for_the_last() -> bool:
 
 
 def one_by_one(original: Any) -> Any:
-    """Return a function that calls `original` for one parameter at a time, and so waits for each gather.
-
-    Args:
-        original: gathers the parameters of a list, and waits only for the last one.
-    """
+    """Return a function that calls `original` for one parameter at a time, and so waits for each gather."""
 
     @functools.wraps(original)
     def gather(self: Any, param_list: Any, *args: Any, **kwargs: Any) -> None:

@@ -18,11 +18,7 @@ LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD = _aten._log_softmax.default, _aten._log_softm
 
 
 class Values:
-    """Values that are computed once, when they are read.
-
-    Args:
-        compute: returns the values, a plain tensor.
-    """
+    """Values that are computed once, when they are read."""
 
     def __init__(self, compute: Callable[[], torch.Tensor]):
         self._compute: Callable[[], torch.Tensor] | None = compute
@@ -44,14 +40,7 @@ class Values:
 
 
 class DeferredTensor(torch.Tensor):
-    """A tensor without memory of its own.
-
-    Args:
-        sizes: of the tensor.
-        dtype: of the tensor.
-        device: of the tensor.
-        values: its values.
-    """
+    """A tensor without memory of its own."""
 
     content: Values
 

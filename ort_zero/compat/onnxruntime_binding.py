@@ -28,13 +28,7 @@ measured."""
 
 
 def fault_of(operator: str, device: str, dtypes: Sequence[torch.dtype | None]) -> str | None:
-    """Return what the installed ONNX Runtime does wrong in an operator; None for an operator without a known fault.
-
-    Args:
-        operator: name of the operator.
-        device: torch's type of the device.
-        dtypes: of the operator's inputs.
-    """
+    """Return what the installed ONNX Runtime does wrong in an operator; None for an operator without a known fault."""
     if device == "cuda":
         sums_in_16_bits = operator in _SUMS and dtypes[0] in (torch.float16, torch.bfloat16)
         return f"{operator} of ONNX Runtime adds partial sums in 16 bits on a GPU" if sums_in_16_bits else None
@@ -56,7 +50,6 @@ def runner_of(
     dimension first; the results; and the shapes of the results as they lie in memory.
 
     Args:
-        session: the session.
         device: kind and number of the device of inputs and results.
         inputs: name and element type of each input.
         sizes: names of further inputs, int64 on CPU.

@@ -36,7 +36,6 @@ def states_after_a_step(optimizer: Any, device: torch.device) -> OptimizerStates
 
     Args:
         optimizer: the optimizer inside of ZeRO's optimizer, or the engine's optimizer.
-        device: device of its parameters.
 
     Returns:
         The states, or None for an unknown class, whose step may do more than change parameters.

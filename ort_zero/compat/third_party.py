@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -41,10 +40,10 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def _ignore(table: tuple) -> None:
+def _ignore(table: tuple, append: bool = False) -> None:
     for categories, message, module in table:
         for category in categories if isinstance(categories, tuple) else (categories,):
-            warnings.filterwarnings("ignore", message, category, module)
+            warnings.filterwarnings("ignore", message, category, module, append=append)
 
 
 @contextlib.contextmanager
@@ -66,11 +65,9 @@ def root_logger_kept() -> Iterator[None]:
 
 def silence() -> None:
     """Silence warnings about DeepSpeed's use of torch until :func:`unsilence`."""
-    for category, message, module in _WHILE_ENABLED:
-        entry = ("ignore", re.compile(message, re.I), category, re.compile(module), 0)
-        if entry not in warnings.filters:
-            warnings.filterwarnings("ignore", message, category, module, append=True)
-            _installed.append(entry)
+    before = list(warnings.filters)
+    _ignore(_WHILE_ENABLED, append=True)
+    _installed.extend(entry for entry in warnings.filters if entry not in before)
 
 
 def unsilence() -> None:

@@ -68,8 +68,6 @@ def compile_function(
     Where torch can (from 2.13 on), the graphs of other models of the same class do not count.
 
     Args:
-        function: the function.
-        backend: compiles a graph.
         note_guard_failure: called when no graph fits a call, for each graph: with Dynamo's reason, and with a function
             that returns the value of an expression in the call, as text.
         note_guards: called with the conditions under which a new graph is used again, as Dynamo writes them.
@@ -216,7 +214,6 @@ def graph_of(
     """Return the graph of ATen calls of a function of float32 tensors on the CPU; the graph returns a list.
 
     Args:
-        function: the function.
         shapes: the shape of each tensor; None is a size that can change, the same one everywhere.
         decompositions: how to write operators by others.
     """
@@ -326,9 +323,6 @@ def is_taken_apart(arguments: Iterable[Any]) -> bool:
 
     Torch then traces, exports, compiles, batches or differentiates forward. Or a dispatch mode sees each operator,
     hooks on all modules of the process see each module, or tensors have no values or a class of their own.
-
-    Args:
-        arguments: the arguments of the call.
     """
     functorch: Any = torch._C._functorch
     return (
@@ -374,3 +368,14 @@ def keeps_graph() -> bool:
 def in_backward() -> bool:
     """Return True within a backward of this thread, such as while activation checkpointing computes again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def computes_in_tf32() -> bool:
+    """Return True if torch may round the factors of float32 products to TF32 on a GPU.
+
+    A script that has set ``fp32_precision`` (torch 2.9) must not read ``allow_tf32``: torch raises an error.
+    """
+    products = torch.backends.cuda.matmul
+    if hasattr(products, "fp32_precision"):
+        return products.fp32_precision == "tf32"
+    return products.allow_tf32

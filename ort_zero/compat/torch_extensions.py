@@ -14,7 +14,6 @@ import shlex
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,34 +83,24 @@ def _holder(lock: Path) -> str | None:
     return None
 
 
-def _words_of_wait(path: str) -> str:
-    """Return what a process waits for: the lock, since when it is there, and who holds it."""
-    lock = Path(path)
-    with contextlib.suppress(OSError):
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lock.stat().st_mtime))
-        text = f"waiting for {path}, there since {since}"
-        if holder := _holder(lock):
-            return f"{text}; {holder} holds the file"
-        text += "; no process of this machine holds the file. If no other machine compiles there, a build was killed"
-        return f"{text}: rm {shlex.quote(path)}"
-    return f"waiting for {path}"
+def _words_of_wait(lock: str) -> str:
+    """Return what a process waits for, and who holds the file."""
+    if holder := _holder(Path(lock)):
+        return f"waiting for {lock}; {holder} holds the file"
+    return (
+        f"waiting for {lock}; no process of this machine holds the file. If no other machine compiles there, a build "
+        f"was killed: rm {shlex.quote(lock)}"
+    )
 
 
 def patches() -> tuple[Patch, ...]:
     """Return the patches that say what torch waits for, and which compiler DeepSpeed lacks; both raise as before."""
-    return (
-        Patch(
-            target="torch.utils.file_baton:FileBaton.wait",
-            build=_wait_in_words,
-            why="says which lock is waited for",
-            guard=defined_in("torch.utils.file_baton"),
-        ),
-        Patch(
-            target="deepspeed.ops.op_builder.builder:OpBuilder.jit_load",
-            build=_load_in_words,
-            why="says what the compilation of an operator lacks",
-            guard=defined_in("deepspeed.ops.op_builder.builder"),
-        ),
+    return tuple(
+        Patch(target=f"{module}:{name}", build=build, why=why, guard=defined_in(module))
+        for module, name, build, why in (
+            ("torch.utils.file_baton", "FileBaton.wait", _wait_in_words, "says which lock is waited for"),
+            ("deepspeed.ops.op_builder.builder", "OpBuilder.jit_load", _load_in_words, "says what a compilation lacks"),
+        )
     )
 
 

@@ -57,12 +57,7 @@ def line_of(node: Node) -> str:
 
 
 def flops_of(module: GraphModule, fakes: Sequence[Any]) -> int:
-    """Return the floating-point operations of a run, by torch's counter; symbolic sizes have their first values.
-
-    Args:
-        module: the graph.
-        fakes: fake tensors and symbolic numbers for the graph's arguments.
-    """
+    """Return the floating-point operations of a run, by torch's counter; symbolic sizes have their first values."""
     counter = FlopCounterMode(display=False)
     try:
         with torch.no_grad(), fake_mode_of(fakes), counter:
@@ -74,11 +69,7 @@ def flops_of(module: GraphModule, fakes: Sequence[Any]) -> int:
 
 
 class SizeReader:
-    """Reads the symbols of a graph, which stand for sizes that change, from a call's arguments, and computes sizes.
-
-    Args:
-        fakes: the fake tensors and symbolic numbers of the arguments.
-    """
+    """Reads the symbols of a graph, which stand for sizes that change, from a call's arguments, and computes sizes."""
 
     def __init__(self, fakes: Sequence[Any]):
         self._sources: dict[Any, tuple[int, int | None]] = {}

@@ -2,8 +2,8 @@
 
 Two engines run models: torch.compile with plain onnxruntime ("compile"), and ORTModule of onnxruntime-training ("ort").
 Versions are read from metadata; none of the checked packages is imported. A version below the lowest tested one is
-refused by its number. A version above the highest tested one is accepted. The other modules of this package check the
-code that they need in it, and raise an error that names a missing or unknown part.
+refused. A version above the highest tested one is accepted: the other modules of this package check the code that they
+need in it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sysconfig
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -27,8 +28,7 @@ RUNTIMES = ("onnxruntime", "onnxruntime-gpu", *ORT_DISTRIBUTIONS)
 """All distributions that install the folder ``onnxruntime``; an environment may have one of them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Requirement:
+class Requirement(NamedTuple):
     """One dependency and the versions that are known to work."""
 
     distribution: str
@@ -42,6 +42,14 @@ class Requirement:
     """``"compile"`` (plain onnxruntime), ``"ort"`` (ORTModule) or ``"zero"`` (any use of DeepSpeed)."""
 
 
+REQUIREMENTS = (
+    Requirement("torch", ">=2.7", ">=2.13,<2.14", "pip install 'torch==2.13.0'", ("compile", "ort")),
+    Requirement("deepspeed", ">=0.16.9", ">=0.19,<0.20", "pip install 'deepspeed==0.19.8'", ("zero",)),
+    # accepted from the training wheel's on, which serves both engines; tried: the newest for Python 3.10, and for later
+    Requirement("onnxruntime", ">=1.19", ">=1.23,<1.33", "pip install 'onnxruntime>=1.19'", ("compile",)),
+    Requirement("onnxruntime-training", ">=1.19", "<1.20", "pip install 'onnxruntime-training==1.19.2'", ("ort",)),
+    Requirement("onnx", ">=1.17,<2", "<2", "pip install 'onnx>=1.17,<2'", ("compile", "ort")),
+)
 PYTHON = SpecifierSet(">=3.10")
 """Versions for everything except ORTModule."""
 ORT_PYTHON = SpecifierSet(">=3.10,<3.12")
@@ -50,44 +58,6 @@ ORT_PYTHON_CURE = "use Python 3.10 or 3.11 (onnxruntime-training 1.19.2 has no l
 MUSL = (
     "this Python is built for musl (Alpine), and torch and onnxruntime have wheels for glibc only: use a "
     "system with glibc, such as Debian or Ubuntu"
-)
-
-REQUIREMENTS = (
-    Requirement(
-        distribution="torch",
-        specifier=">=2.7",
-        tried=">=2.13,<2.14",
-        cure="pip install 'torch==2.13.0'",
-        needed_for=("compile", "ort"),
-    ),
-    Requirement(
-        distribution="deepspeed",
-        specifier=">=0.16.9",
-        tried=">=0.19,<0.20",
-        cure="pip install 'deepspeed==0.19.8'",
-        needed_for=("zero",),
-    ),
-    Requirement(
-        distribution="onnxruntime",
-        specifier=">=1.19",  # that of the training wheel, which serves both engines
-        tried=">=1.23,<1.33",  # the newest for Python 3.10, and for later ones
-        cure="pip install 'onnxruntime>=1.19'",
-        needed_for=("compile",),
-    ),
-    Requirement(
-        distribution="onnxruntime-training",
-        specifier=">=1.19",
-        tried=">=1.19,<1.20",
-        cure="pip install 'onnxruntime-training==1.19.2'",
-        needed_for=("ort",),
-    ),
-    Requirement(
-        distribution="onnx",
-        specifier=">=1.17,<2",
-        tried="<2",
-        cure="pip install 'onnx>=1.17,<2'",
-        needed_for=("compile", "ort"),
-    ),
 )
 
 
@@ -114,12 +84,8 @@ def installed(distribution: str) -> str | None:
 
 
 def _installed_name(distribution: str) -> str | None:
-    names: tuple[str, ...] = (distribution,)
-    if distribution == "onnxruntime":
-        names = RUNTIMES
-    elif distribution in ORT_DISTRIBUTIONS:
-        names = ORT_DISTRIBUTIONS
-    return next((name for name in names if _is_installed(name)), None)
+    same = {"onnxruntime": RUNTIMES, **dict.fromkeys(ORT_DISTRIBUTIONS, ORT_DISTRIBUTIONS)}
+    return next((name for name in same.get(distribution, (distribution,)) if _is_installed(name)), None)
 
 
 def _is_installed(name: str) -> bool:
@@ -142,8 +108,7 @@ def engine() -> str:
     return name
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Clash:
+class Clash(NamedTuple):
     """What several distributions have done that write the same folder ``onnxruntime``."""
 
     what: str
@@ -161,8 +126,8 @@ def clash() -> Clash | None:
     if env.backend() == "ortmodule" and "onnxruntime-training" in present:
         wanted = f"'onnxruntime-training=={metadata.version('onnxruntime-training')}'"
     return Clash(
-        what=f"{names} are installed over one another: each writes the folder onnxruntime, so keep one of them",
-        cure=f"pip uninstall -y {' '.join(present)} && pip install {wanted}",
+        f"{names} are installed over one another: each writes the folder onnxruntime, so keep one of them",
+        f"pip uninstall -y {' '.join(present)} && pip install {wanted}",
     )
 
 
@@ -183,31 +148,29 @@ def damage() -> Clash | None:
         return None
     version = metadata.version(str(name))
     return Clash(
-        what=f"{len(wrong)} files of {name} {version} are missing or of another wheel, such as {wrong[0]}: where two "
+        f"{len(wrong)} files of {name} {version} are missing or of another wheel, such as {wrong[0]}: where two "
         "wheels of ONNX Runtime were installed, uninstalling one takes the other's files",
-        cure=f"pip install --force-reinstall --no-deps '{name}=={version}'",
+        f"pip install --force-reinstall --no-deps '{name}=={version}'",
     )
 
 
 def on_musl() -> bool:
     """Return whether this Python was made for musl (Alpine), for which torch and onnxruntime have no wheels."""
-    return "musl" in (sysconfig.get_config_var("SOABI") or "") or "musl" in (
-        sysconfig.get_config_var("HOST_GNU_TYPE") or ""
-    )
+    return any("musl" in (sysconfig.get_config_var(name) or "") for name in ("SOABI", "HOST_GNU_TYPE"))
 
 
 def _python(needed_for: str) -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     built = installed("onnxruntime-training") is not None
-    bounded = needed_for == "ort" and not built
-    wanted = ORT_PYTHON if bounded else PYTHON
+    wanted = ORT_PYTHON if needed_for == "ort" and not built else PYTHON
     foreign = on_musl() and installed("onnxruntime") is None
+    cure = ORT_PYTHON_CURE if needed_for == "ort" else "use Python 3.10 or later"
     return Finding(
         name="python",
         found=f"{version} on musl" if foreign else version,
         needed=f"{wanted} on glibc" if foreign else str(wanted),
         ok=Version(version) in wanted and not foreign,
-        cure=MUSL if foreign else ORT_PYTHON_CURE if needed_for == "ort" else "use Python 3.10 or later",
+        cure=MUSL if foreign else cure,
         untested=needed_for == "ort" and built and Version(version) not in ORT_PYTHON,
     )
 
@@ -219,16 +182,14 @@ def findings(needed_for: str | None = None) -> tuple[Finding, ...]:
         needed_for: ``"compile"`` or ``"ort"``; None for the engine that runs models here.
     """
     wanted = needed_for or ("ort" if engine() == "ortmodule" else "compile")
-    rows = [_python(wanted)]
-    rows += [_finding(req) for req in REQUIREMENTS if wanted in req.needed_for or "zero" in req.needed_for]
-    return tuple(rows)
+    rows = (_finding(req) for req in REQUIREMENTS if {wanted, "zero"} & set(req.needed_for))
+    return _python(wanted), *rows
 
 
 def _finding(req: Requirement) -> Finding:
     version = installed(req.distribution)
     base = Version(version).base_version if version is not None else None
     ok = base is not None and base in SpecifierSet(req.specifier)
-    untested = base is not None and ok and base not in SpecifierSet(req.tried)
     name = _installed_name(req.distribution) or req.distribution
     cure, runtime = req.cure, _installed_name("onnxruntime")
     if req.distribution == "onnxruntime-training" and version is None and runtime is not None:
@@ -239,7 +200,7 @@ def _finding(req: Requirement) -> Finding:
         needed=req.specifier,
         ok=ok,
         cure=cure,
-        untested=untested,
+        untested=base is not None and ok and base not in SpecifierSet(req.tried),
     )
 
 
@@ -255,13 +216,12 @@ def require(needed_for: str) -> tuple[str, ...]:
         UnsupportedVersionError: a package is missing or out of range, or several distributions of ONNX Runtime are
             installed over one another; the message has the command that solves this.
     """
-    if needed_for == "zero":
-        rows = [_finding(req) for req in REQUIREMENTS if "zero" in req.needed_for]
-    else:
+    rows = [_finding(req) for req in REQUIREMENTS if needed_for in req.needed_for]
+    if needed_for != "zero":
         several = clash()
         if several is not None:
             raise UnsupportedVersionError(f"{several.what}: {several.cure}")
-        rows = [_python(needed_for), *(_finding(req) for req in REQUIREMENTS if needed_for in req.needed_for)]
+        rows.insert(0, _python(needed_for))
     for row in rows:
         if row.ok:
             continue

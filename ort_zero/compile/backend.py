@@ -1,11 +1,8 @@
-"""The compile backend, as :class:`ort_zero.units.interface.Backend` declares it.
-
-Nothing heavy is imported at module level: the plugin asks for :func:`import_hooks` within ``import torch``.
-"""
+"""The compile backend, as :class:`ort_zero.units.interface.Backend` declares it; imports nothing heavy itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,18 +11,10 @@ if TYPE_CHECKING:
     from ort_zero.units.running_model import UnitsModel
 
 
-def import_hooks() -> dict[str, Callable[[Any], None]]:
-    """Return an empty dict: no function need be called after imports of plain onnxruntime."""
-    return {}
-
-
-def refuse(ds_config: Mapping[str, Any]) -> None:
-    """Refuse nothing: what ONNX Runtime cannot run, PyTorch runs."""
-
-
-def run(model: Any, section: config.Config, zero: Mapping[str, Any]) -> UnitsModel:
+def run(model: Any, section: config.Config, ds_config: Mapping[str, Any]) -> UnitsModel:
     """Compile the units of `model` in place; return what runs the model."""
-    stage, max_elements = int(zero.get("stage", 0)), section.compile.max_unit_elements
+    zero, max_elements = ds_config.get("zero_optimization") or {}, section.compile.max_unit_elements
+    stage = int(zero.get("stage", 0))
     from ort_zero.compat import deepspeed_units, versions
 
     versions.say_untested(versions.require("compile"))  # before the imports below, which need onnx

@@ -21,11 +21,6 @@ def ort_zero(
 ) -> Callable[..., Any]:
     """Compile a graph of Dynamo: the backend that ``torch.compile`` finds under the names ort_zero and onnxrt.
 
-    Args:
-        module: the graph.
-        example_inputs: its inputs.
-        options: see :class:`~ort_zero.compile.settings.Settings`.
-
     Raises:
         ConfigError: an unknown option or value.
         UnsupportedVersionError: torch, onnx or onnxruntime is missing or out of range.

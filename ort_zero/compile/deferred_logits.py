@@ -16,14 +16,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdRef
 
-from ort_zero.compat.deferred_tensor import (
-    COPIES,
-    LOG_SOFTMAX,
-    LOG_SOFTMAX_BACKWARD,
-    VIEWS,
-    DeferredTensor,
-    Values,
-)
+from ort_zero.compat.deferred_tensor import COPIES, LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD, VIEWS, DeferredTensor, Values
 from ort_zero.compile.head_loss import DTYPES, LEAST_CLASSES, LossGradients, ProductsOf, loss_and_gradients
 
 aten = torch.ops.aten
@@ -39,14 +32,7 @@ def is_head(module: nn.Module) -> bool:
 
 
 class DeferringHead:
-    """The forward of a head: leaves the logits to the loss where that is possible.
-
-    Args:
-        compiled: the head's compiled forward, called with the head and the arguments.
-        products_of: returns the products for the head's weight and bias.
-        note_loss: called after each loss that was computed without all logits.
-        devices: types of the devices on which logits are left to the loss.
-    """
+    """The forward of a head: leaves the logits to the loss where that is possible."""
 
     def __init__(
         self,
@@ -138,16 +124,7 @@ class _Rows:
 
 
 class DeferredLogits(DeferredTensor):
-    """Logits, their log-probabilities or their gradient.
-
-    Args:
-        sizes: of the tensor.
-        dtype: of the tensor.
-        device: of the tensor.
-        values: its values.
-        call: the call of the head.
-        rows: what stands for the logits.
-    """
+    """Logits, their log-probabilities or their gradient."""
 
     call: _Call
     rows: _Rows

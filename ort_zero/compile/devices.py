@@ -12,7 +12,7 @@ import torch
 from onnx import helper
 
 from ort_zero.compat import onnxruntime_binding
-from ort_zero.compat.torch_precision import computes_in_tf32
+from ort_zero.compat.torch_compile import computes_in_tf32
 from ort_zero.compile.assembly import model_of
 from ort_zero.compile.conversion.fragments import ONNX_TYPES, Fragment
 

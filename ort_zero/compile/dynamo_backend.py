@@ -46,7 +46,6 @@ class Compiler:
     """Compiles the graphs of one class of units; Dynamo calls it once for each graph.
 
     Args:
-        engine: the :class:`~ort_zero.compile.engine.CompileEngine` of the model, which gets what was compiled.
         unit: name of the compiled module's class; empty for a function that the script compiles itself.
         exclude: paths of submodules, from the compiled module on, that stay in PyTorch.
     """
@@ -108,12 +107,7 @@ class Compiler:
         return DeferringHead(compiled, self.products_of, self.engine.note_loss, where)
 
     def products_of(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Products:
-        """Return functions for the three products of a head and its loss, each checked and placed like a segment.
-
-        Args:
-            weight: the head's weight, or a fake tensor like it.
-            bias: the head's bias.
-        """
+        """Return functions for the three products of a head and its loss, each checked and placed like a segment."""
         on_cpu = weight.device.type == "cpu" and weight.dtype is torch.float32
         if not on_cpu or not all(isinstance(size, int) for size in weight.shape):
             return IN_PYTORCH  # elsewhere ONNX Runtime has no such kernels, or the same library

@@ -28,12 +28,7 @@ of a unit: 0.25 to 0.5 ms in layers of five architectures that are too small for
 
 
 class CompileEngine(Engine[GraphRecord]):
-    """Runs the units of one model.
-
-    Args:
-        settings: how it runs.
-        memory: what forwards may keep for backwards; None keeps all.
-    """
+    """Runs the units of one model."""
 
     name = "compile"
     graph_node = GRAPH_NODE

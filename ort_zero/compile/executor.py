@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ort_zero import log
 from ort_zero.compat.torch_compile import OpOverload
 from ort_zero.compat.torch_graphs import SizeReader, Symbols
 from ort_zero.compat.torch_modules import without_base
 from ort_zero.compile.assembly import Assembled
-from ort_zero.compile.layouts import dense_order, in_order
+from ort_zero.compile.layouts import dense_order, in_order, numbers
 from ort_zero.compile.plan import Plan, Segment
-from ort_zero.compile.reference import in_float64, reference_of, runnable, with_moved_inputs
 from ort_zero.compile.reproducer import write_reproducer
 from ort_zero.compile.sessions import Layout, Session
-from ort_zero.compile.sizes import numbers
+from ort_zero.units.placement import differences
 from ort_zero.units.placement.agreement import Agreement, Runner
 from ort_zero.units.placement.trial import Trial
 
@@ -31,17 +30,7 @@ _MAX_LAYOUTS = 256
 
 
 class SegmentRunner:
-    """Runs one segment of a graph in ONNX Runtime or in PyTorch, as its trial says.
-
-    Args:
-        segment: the segment.
-        assembled: the segment's model.
-        session: the session of the model.
-        trial: the decision on the session's model.
-        agreement: the decisions of all ranks.
-        symbols: reads the graph's symbols.
-        reproducers: folder for the reproducer of a segment that fails or differs.
-    """
+    """Runs one segment of a graph in ONNX Runtime or in PyTorch, as its trial says."""
 
     def __init__(
         self,
@@ -74,12 +63,7 @@ class SegmentRunner:
         return self._reference
 
     def __call__(self, inputs: Sequence[Any], symbols: Symbols) -> Sequence[torch.Tensor]:
-        """Return the results of the segment.
-
-        Args:
-            inputs: the values of ``segment.inputs``.
-            symbols: the values of the graph's symbols.
-        """
+        """Return the results of the segment."""
         trial, session = self.trial, self._session
         if trial.runner is Runner.TORCH or session is None:
             self._session = None  # takes 70 MiB on a GPU, for the libraries' workspaces
@@ -103,7 +87,10 @@ class SegmentRunner:
             return session.run(feeds, layout)
 
         def judges() -> tuple[Sequence[torch.Tensor], Iterator[Sequence[torch.Tensor]]]:
-            return in_float64(self.reference, list(inputs)), with_moved_inputs(self.reference, list(inputs))
+            exact, plain = differences.in_float64(self.reference), self.reference
+            wide = (x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs)
+            moved = ([differences.moved(value, factor) for value in inputs] for factor in differences.MOVES)
+            return exact(*wide), (plain(*values) for values in moved)
 
         failed = trial.failed
         sizes = layout.read, layout.written
@@ -140,22 +127,33 @@ class SegmentRunner:
         return layout, any(0 in shape for shape in shapes)
 
 
+def reference_of(segment: Segment) -> GraphModule:
+    """Return the segment as a module that PyTorch runs: it has the segment's inputs and outputs."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in segment.inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in segment.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].target = _runnable(node.target)
+    graph.output(tuple(copies[node] for node in segment.outputs))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def _runnable(target: Any) -> Callable[..., Any]:
+    """Return the function to call for an FX target: a view that was traced can need a copy of other strides."""
+    return torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
+
+
 def program_of(
-    module: GraphModule,
-    plan: Plan,
-    runners: Sequence[SegmentRunner],
-    symbols: SizeReader,
-    returned: int | None = None,
+    module: GraphModule, plan: Plan, runners: Sequence[SegmentRunner], symbols: SizeReader, returned: int | None = None
 ) -> Callable[[list[Any]], Any]:
     """Return a function that runs a planned graph: it takes a list of the graph's inputs and empties it.
 
     The function is Python code of one line per step, so that a step costs no more than its call.
 
     Args:
-        module: the graph's module, for its attributes.
-        plan: the plan of the graph.
-        runners: the runner of each segment.
-        symbols: reads the graph's symbols.
         returned: number of results that the user gets, the first ones; None for all. Autograd refuses to change a view
             in place that was made without gradients. Gradients, and what a forward keeps, may be views.
     """
@@ -223,7 +221,7 @@ def _call(node: Node, module: GraphModule, text: Callable[[Any], str]) -> str:
     read = functools.partial(_as_traced, text) if _depends_on_layout(node) else text
     arguments = [read(argument) for argument in node.args]
     arguments += [f"{name}={read(value)}" for name, value in node.kwargs.items()]
-    return f"{text(runnable(node.target))}({', '.join(arguments)})"
+    return f"{text(_runnable(node.target))}({', '.join(arguments)})"
 
 
 def _depends_on_layout(node: Node) -> bool:

@@ -153,10 +153,8 @@ def fuse_head_and_loss(module: GraphModule, products_of: ProductsOf, devices: Se
     """Compute linear layers and their cross entropies as one operator, where nothing else reads the logits.
 
     Args:
-        module: a graph of Dynamo.
         products_of: returns the products for the sizes of a weight and a bias. The caller keeps them as long as the
             graph runs: without them PyTorch multiplies.
-        devices: types of the devices on which that is done.
     """
     if not torch.is_grad_enabled():
         return

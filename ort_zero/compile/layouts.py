@@ -1,12 +1,24 @@
-"""Compute the orders in which the dimensions of dense tensors lie in memory, such as channels-last."""
+"""Compute the sizes of a call's tensors, and how the dimensions of dense ones lie in memory, as in channels-last."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from ort_zero.compile.sizes import hint
+from ort_zero.compat.torch_graphs import SizeReader, Symbols
+from ort_zero.compile.conversion.fragments import Dim, Size
+
+
+def numbers(sizes: Iterable[Size], reader: SizeReader, symbols: Symbols) -> tuple[int, ...]:
+    """Return sizes as numbers, for the values of a graph's symbols in one call."""
+    return tuple(reader.compute(size.expression, symbols) if isinstance(size, Dim) else size for size in sizes)
+
+
+def hint(size: Any) -> int:
+    """Return a size as an int: a symbolic size has the value that it had in the traced call."""
+    return size if isinstance(size, int) else size.node.hint
 
 
 def dense_order(fake: torch.Tensor) -> tuple[int, ...] | None:

@@ -90,7 +90,7 @@ class MemoryBudget:
 
     def new_graph(self, unit: str) -> Kept | None:
         """Return a new entry for a graph; None if no budget is to be chosen and no plan was asked for."""
-        if not self.is_open and env.memory_trial_file() is None:
+        if not self.is_open and env.request_file(env.MEMORY_TRIAL) is None:
             return None
         self.graphs.append(Kept(unit))
         return self.graphs[-1]

@@ -20,8 +20,8 @@ from ort_zero.compat.torch_compile import (
 )
 from ort_zero.compile.conversion.creation import CONSTANTS
 from ort_zero.compile.conversion.views import VIEWS
+from ort_zero.compile.layouts import hint
 from ort_zero.compile.plan import is_ordered
-from ort_zero.compile.sizes import hint
 from ort_zero.units import observing
 
 aten = torch.ops.aten
@@ -64,12 +64,8 @@ def partition(
     itself is, so that ZeRO-3 can release its memory. Regions of activation checkpointing keep the user's choice.
 
     Args:
-        joint: the graph.
-        inputs: the graph's inputs.
-        num_fwd_outputs: number of results of the forward.
         fraction: what is kept, above 0 and up to 1. Near 0 it is the inputs and random numbers; with 1 the backward
             computes nothing again but views and constants, as in eager PyTorch.
-        rest: torch's other options.
     """
     observing.passes[-1].remove_pass_throughs(joint.graph)
     _keep_what_is_compared(joint, num_fwd_outputs)

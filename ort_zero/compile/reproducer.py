@@ -51,12 +51,7 @@ def write_reproducer(
 
     Args:
         folder: the folder to write; what an earlier run wrote there is replaced.
-        reason: what went wrong.
-        model: the ONNX model.
-        reference: PyTorch's form.
-        inputs: the inputs of PyTorch's form.
         feeds: the tensors of the model, in memory order.
-        sizes: the sizes of the model that change.
 
     Raises:
         OSError: the folder cannot be written.

@@ -38,13 +38,7 @@ class Layout:
 
 
 class Session:
-    """A session of ONNX Runtime for one model on one device.
-
-    Args:
-        model: the model.
-        device: the device of the tensors.
-        threads: number of threads of one operator.
-    """
+    """A session of ONNX Runtime for one model on one device."""
 
     def __init__(self, model: SegmentModel, device: torch.device, threads: int):
         self.model = model
@@ -86,12 +80,7 @@ class Session:
         return [_read(tensor, order, dtype) for (order, dtype), tensor in zip(self._inputs, inputs)]
 
     def layout(self, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> Layout:
-        """Return the sizes and strides of the model's inputs and results for one value of each size that changes.
-
-        Args:
-            sizes: the values of ``model.sizes``.
-            shapes: the sizes in memory of ``model.inputs`` and ``model.outputs``.
-        """
+        """Return the sizes and strides of the model's inputs and results for one value of each size that changes."""
         inputs, outputs = shapes[: len(self._inputs)], shapes[len(self._inputs) :]
         return Layout(
             sizes=tuple(torch.tensor((size,), device="cpu") for size in sizes),
@@ -102,12 +91,7 @@ class Session:
         )
 
     def run(self, inputs: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
-        """Return the results of the model in new memory of torch.
-
-        Args:
-            inputs: the tensors of ``model.inputs``.
-            layout: the layout of their sizes.
-        """
+        """Return the results of the model in new memory of torch."""
         feeds = [
             tensor if tensor.dtype is dtype and tensor.stride() == strides else _read(tensor, order, dtype)
             for tensor, strides, (order, dtype) in zip(inputs, layout.strides, self._inputs)
@@ -126,10 +110,6 @@ def _on_stream(stream: torch.cuda.Stream, run: Callable[..., None]) -> Callable[
     """Return a function that runs a session on its CUDA stream and synchronizes that with torch's current stream.
 
     The run waits for earlier work on the current stream, and later work on the current stream waits for the run.
-
-    Args:
-        stream: the stream that the session was made for.
-        run: runs the session.
     """
 
     def call(*arguments: Any) -> None:

@@ -30,11 +30,7 @@ class Settings(config.CompileConfig):
 
 
 def from_options(options: Mapping[str, Any] | None) -> Settings:
-    """Return the settings of ``torch.compile(..., backend="ort_zero", options={...})``.
-
-    Raises:
-        ConfigError: an unknown option or value.
-    """
+    """Return the settings of ``torch.compile(..., backend="ort_zero", options={...})``, or raise ConfigError."""
     try:
         return Settings(**(options or {}))
     except ValidationError as error:

@@ -20,11 +20,7 @@ _engines = {"with measures": 0, "with bounded buckets": 0}
 
 
 def begin(wanted: bool) -> None:
-    """Patch torch's Adam before an engine is made; restore all patches if neither it nor another engine wants them.
-
-    Args:
-        wanted: whether the section of the engine wants the measures.
-    """
+    """Patch torch's Adam before an engine is made; restore all patches if neither it nor another engine wants them."""
     if wanted:
         from ort_zero.cpu_memory import adam
 
@@ -43,15 +39,11 @@ def connect(engine: Any, wanted: bool) -> None:
 
     All ranks must call.
 
-    Args:
-        engine: the DeepSpeed engine.
-        wanted: whether its section wants the measures.
-
     Raises:
         RankError: on all ranks, if the sections of the ranks differ.
     """
     from ort_zero.compat.torch_distributed import require_equal
-    from ort_zero.cpu_memory import buckets, collectives
+    from ort_zero.cpu_memory import collectives
 
     uses_zero = int(engine.zero_optimization_stage()) > 0
     if uses_zero:
@@ -60,12 +52,35 @@ def connect(engine: Any, wanted: bool) -> None:
     if not wanted:
         return
     glibc.keep_freed_memory()
-    bounded = buckets.bound_buckets(engine)  # whatever glibc does here: a bucket has one size on all ranks
+    bounded = bound_buckets(engine)  # whatever glibc does here: a bucket has one size on all ranks
     if uses_zero:
         registry.apply(_COLLECTIVES, collectives.patches)
     engine.__dict__[_MARK] = bounded
     _engines["with measures"] += 1
     _engines["with bounded buckets"] += bounded
+
+
+def bound_buckets(engine: Any) -> bool:
+    """Have DeepSpeed reduce and prefetch no more elements at once than fit into memory that glibc keeps.
+
+    Returns True if the engine has such a bucket. Does nothing for what is smaller in the user's config, and nothing on
+    a GPU. A larger parameter or module is still reduced or gathered as a whole. A prefetch ends after the parameter
+    that exceeds its bound, so it gets one half.
+    """
+    from ort_zero.compat.deepspeed import parameter_offload_of
+    from ort_zero.compat.deepspeed_units import PREFETCH_BUCKET, REDUCE_BUCKET
+
+    model = engine.module
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return False
+    itemsize = max((parameter.element_size() for parameter in model.parameters()), default=4)
+    elements = glibc.LARGEST_KEPT // itemsize
+    coordinator = getattr(parameter_offload_of(engine), "param_coordinator", None)
+    bounds = ((engine.optimizer, REDUCE_BUCKET, elements), (coordinator, PREFETCH_BUCKET, elements // 2))
+    existing = [each for each in bounds if hasattr(*each[:2])]
+    for holder, name, bound in existing:
+        setattr(holder, name, min(getattr(holder, name), bound))
+    return bool(existing)
 
 
 def end(engine: Any) -> None:

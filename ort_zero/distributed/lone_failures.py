@@ -12,17 +12,14 @@ from __future__ import annotations
 import atexit
 import os
 import queue
-import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from ort_zero import env
 from ort_zero.compat.torch_distributed import default_store, is_collective_error
-from ort_zero.distributed.missing_ranks import error_key, failures_key
-from ort_zero.utils.masking import masked
+from ort_zero.distributed.missing_ranks import in_a_line, key_of, say
 
 SECONDS = 30.0
 """Time in seconds within which all other ranks must fail as well."""
@@ -82,25 +79,16 @@ def report(error: BaseException) -> None:
     """Note that this rank has failed between two collectives, and end it unless all other ranks fail as well.
 
     Returns at once. Does nothing before :func:`prepare`, and for the error of a collective.
-
-    Args:
-        error: the error; the other ranks will print its first line as the reason.
     """
     global _failures
     if _watches is None or is_collective_error(error):
         return
     _failures += 1
-    first = (str(error).strip() or "no message").partition("\n")[0]
-    _watches.put(_Watch(_failures, masked(f"{type(error).__name__}: {first}")))
+    _watches.put(_Watch(_failures, in_a_line(error)))
 
 
 class _Watch:
-    """The wait for all other ranks to fail as often as this rank.
-
-    Args:
-        number: number of runs that have failed on this rank, including this one.
-        reason: the error of this rank in one line.
-    """
+    """The wait for all other ranks to fail as often as this rank."""
 
     def __init__(self, number: int, reason: str):
         import torch.distributed as dist
@@ -113,10 +101,10 @@ class _Watch:
         """Write the failure to the store; return once all ranks have failed as often, else end this process."""
         deadline = time.monotonic() + SECONDS
         with suppress(Exception):  # an unreachable store means that its host, and so the job, has ended
-            self._store.set(error_key(self._rank), self._reason)
-            self._store.set(failures_key(self._rank), str(self._number))
+            self._store.set(key_of(self._rank, "error"), self._reason)
+            self._store.set(key_of(self._rank, "failures"), str(self._number))
             if self._wait(deadline):
-                self._store.delete_key(error_key(self._rank))
+                self._store.delete_key(key_of(self._rank, "error"))
                 return
         if _ends.wait(max(0.0, deadline - time.monotonic())):
             return
@@ -132,13 +120,13 @@ class _Watch:
 
     def _failures_of(self, rank: int) -> int:
         """Return the number of runs that have failed on `rank`."""
-        key = failures_key(rank)
+        key = key_of(rank, "failures")
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
 
 def _end(text: str) -> None:
     """Print a line and end the process without its exit handlers, which may wait for the other ranks."""
-    print(f"[ort_zero rank {env.rank()} on {socket.gethostname()}] {text}", file=sys.stderr)
+    say(text)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

@@ -20,6 +20,7 @@ from ort_zero import env
 from ort_zero.compat.torch_distributed import default_store, is_collective_error, record_for_torchrun
 from ort_zero.errors import ConfigError
 from ort_zero.utils.masking import masked
+from ort_zero.utils.text import shortened
 
 T = TypeVar("T")
 
@@ -29,8 +30,6 @@ STORE_SECONDS = 10.0
 """Time in seconds to wait for an answer of the store."""
 _ENDING_SECONDS = 2.0
 """Time in seconds that a process may take to end after its connections are closed."""
-_PREFIX = "ort_zero/ranks"
-"""Prefix of all keys. The store may outlive a restart of the ranks, so each rank first clears its keys."""
 _noted: list[Any] = []
 """The store with the last note of this process, if any."""
 _remembered: dict[int, _Rank] = {}
@@ -69,9 +68,9 @@ def note_this_rank() -> None:
     elif _noted[0] is store:
         return
     _noted[:] = [store]
-    for key in (error_key(rank), f"{_PREFIX}/failed/{rank}", failures_key(rank)):
-        store.delete_key(key)
-    store.set(_place_key(rank), f"{socket.gethostname()} {os.getpid()}")
+    for what in ("error", "failed", "failures"):  # the store may outlive a restart of the ranks
+        store.delete_key(key_of(rank, what))
+    store.set(key_of(rank, "at"), f"{socket.gethostname()} {os.getpid()}")
 
 
 def remember_ranks() -> None:
@@ -83,18 +82,10 @@ def remember_ranks() -> None:
         _remembered.update(_read(_noted[0]))
 
 
-def _place_key(rank: int) -> str:
-    return f"{_PREFIX}/at/{rank}"
-
-
-def error_key(rank: int) -> str:
-    """Return the key under which a rank stores its error."""
-    return f"{_PREFIX}/error/{rank}"
-
-
-def failures_key(rank: int) -> str:
-    """Return the key under which a rank counts its failures between two collectives."""
-    return f"{_PREFIX}/failures/{rank}"
+def key_of(rank: int, what: str) -> str:
+    """Return the key of a rank's note: ``"at"`` its host and process, ``"error"`` its error, ``"failed"`` what it sees
+    of missing ranks, ``"failures"`` the number of its failures between two collectives."""
+    return f"ort_zero/ranks/{what}/{rank}"
 
 
 def _with_missing_ranks(show: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,15 +97,20 @@ def _with_missing_ranks(show: Callable[..., Any]) -> Callable[..., Any]:
             return
         show(kind, error, traceback)
         if is_collective_error(error):
-            text = missing_ranks()
-            print(f"[ort_zero rank {env.rank()} on {socket.gethostname()}] {text}", file=sys.stderr, flush=True)
+            say(missing_ranks())
         else:
-            _within(STORE_SECONDS, lambda: _store_error(_in_a_line(error)))
+            _within(STORE_SECONDS, lambda: _store_error(in_a_line(error)))
 
     return hook
 
 
-def _in_a_line(error: BaseException) -> str:
+def say(text: str) -> None:
+    """Print a line to stderr, with this rank and its host."""
+    print(f"[ort_zero rank {env.rank()} on {socket.gethostname()}] {text}", file=sys.stderr, flush=True)
+
+
+def in_a_line(error: BaseException) -> str:
+    """Return the class and the first line of an error, with secrets masked."""
     first = (str(error).strip() or "no message").partition("\n")[0]
     return f"{type(error).__name__}: {masked(first)}"
 
@@ -126,12 +122,12 @@ def _show_config_error(error: ConfigError, show: Callable[[], Any]) -> None:
     """
     import torch.distributed as dist
 
-    text = _in_a_line(error)
+    text = in_a_line(error)
     if dist.get_rank() == 0:
         _within(STORE_SECONDS, lambda: _store_error(text))
         show()
         print(f"[ort_zero rank 0] {text}", file=sys.stderr, flush=True)
-    elif _within(STORE_SECONDS, lambda: default_store().get(error_key(0)).decode()) == text:
+    elif _within(STORE_SECONDS, lambda: default_store().get(key_of(0, "error")).decode()) == text:
         time.sleep(_PRINTING_SECONDS)
     else:
         show()
@@ -142,7 +138,7 @@ def _store_error(text: str) -> None:
     """Store this rank's error for the ranks that wait for it, unless an earlier error, the cause, is stored."""
     import torch.distributed as dist
 
-    default_store().compare_set(error_key(dist.get_rank()), "", text)
+    default_store().compare_set(key_of(dist.get_rank(), "error"), "", text)
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T | None:
@@ -167,14 +163,13 @@ def missing_ranks() -> str:
 
     Takes up to :data:`SECONDS` if no rank of this host is gone, and :data:`STORE_SECONDS` more without the store.
     """
-    sentence = _within(SECONDS + STORE_SECONDS, lambda: _look())
+    sentence = _within(SECONDS + STORE_SECONDS, _look)
     if sentence is not None:
         return sentence
     where = f"{os.environ.get('MASTER_ADDR', 'the first host')}:{os.environ.get('MASTER_PORT', '')}"
     text = f"a collective failed, and {where}, where the ranks meet, does not answer: that host or the network is down"
     far = [str(other) for _, other in sorted(_remembered.items()) if other.host != socket.gethostname()]
-    more = f" and {len(far) - _MAX_NAMED} more" if len(far) > _MAX_NAMED else ""
-    return f"{text}; on other hosts than this one: {', '.join(far[:_MAX_NAMED])}{more}" if far else text
+    return f"{text}; on other hosts than this one: {shortened(far, _MAX_NAMED)}" if far else text
 
 
 def _read(store: Any) -> dict[int, _Rank]:
@@ -182,13 +177,11 @@ def _read(store: Any) -> dict[int, _Rank]:
     import torch.distributed as dist
 
     numbers = [number for number in range(dist.get_world_size()) if number != dist.get_rank()]
-    if not store.check([_place_key(number) for number in numbers]):  # usually one request is enough
-        numbers = [number for number in numbers if store.check([_place_key(number)])]
-    others = {}
-    for number, note in zip(numbers, store.multi_get([_place_key(number) for number in numbers]), strict=True):
-        host, _, process = note.decode().rpartition(" ")
-        others[number] = _Rank(number, host, int(process))
-    return others
+    if not store.check([key_of(number, "at") for number in numbers]):  # usually one request is enough
+        numbers = [number for number in numbers if store.check([key_of(number, "at")])]
+    notes = store.multi_get([key_of(number, "at") for number in numbers])
+    places = [note.decode().rpartition(" ") for note in notes]
+    return {number: _Rank(number, host, int(pid)) for number, (host, _, pid) in zip(numbers, places, strict=True)}
 
 
 def _look() -> str:
@@ -201,7 +194,7 @@ def _look() -> str:
     while not statements and time.monotonic() < deadline:
         time.sleep(0.1)
         statements = _statements_on(others, store)
-    store.set(f"{_PREFIX}/failed/{me}", "; ".join(statements))
+    store.set(key_of(me, "failed"), "; ".join(statements))
     if statements:
         return f"a collective failed: {'; '.join(statements)}"
     return _hear(store, [other for other in others.values() if other.host != socket.gethostname()])
@@ -209,7 +202,7 @@ def _look() -> str:
 
 def _statements_on(others: dict[int, _Rank], store: Any) -> list[str]:
     """Return statements on the ranks that have failed, are gone or are stopped."""
-    failed = {number: key for number in others if store.check([key := error_key(number)])}
+    failed = {number: key for number in others if store.check([key := key_of(number, "error")])}
     statements = [f"{others[number]} failed: {store.get(key).decode()}" for number, key in failed.items()]
     for what in ("gone", "stopped"):
         ranks = [other for other in others.values() if other.number not in failed and _state_here(other) == what]
@@ -228,7 +221,7 @@ def _hear(store: Any, far: list[_Rank]) -> str:
     reports: list[str] = []
     while silent and not reports and time.monotonic() < deadline:
         for other in list(silent):
-            key = f"{_PREFIX}/failed/{other.number}"
+            key = key_of(other.number, "failed")
             if store.check([key]):
                 silent.remove(other)
                 text = store.get(key).decode()

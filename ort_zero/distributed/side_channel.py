@@ -6,7 +6,10 @@ connection must also survive ``destroy_process_group()`` at the end of a script,
 
 from __future__ import annotations
 
+import os
 import pickle
+import resource
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,10 +17,11 @@ import torch.distributed as dist
 
 from ort_zero.compat.torch_distributed import default_store, default_timeout
 from ort_zero.distributed.raise_on_all_ranks import PeerGroup
-from ort_zero.utils.open_files import allow_open_files
 
 _LENGTH = 8
 """Bytes of the message with the length of a rank's data."""
+_SPARE = 256
+"""Number of files that the process may open besides its connections."""
 
 
 class SideChannelGroup(PeerGroup):
@@ -73,3 +77,17 @@ def _tensor_of(data: bytes, size: int) -> torch.Tensor:
     tensor = torch.zeros(size, dtype=torch.uint8)
     tensor.numpy()[: len(data)] = memoryview(data)
     return tensor
+
+
+def allow_open_files(more: int) -> int:
+    """Raise the limit of open files, as far as the system allows, so that `more` can be opened; return the limit.
+
+    A usual limit is 1024, which two connections from each of 512 ranks to all others use up.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = len(os.listdir("/proc/self/fd")) + more + _SPARE
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

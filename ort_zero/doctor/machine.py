@@ -33,7 +33,7 @@ _NAMES = frozenset(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Problem:
     """One problem that prevents the training of models."""
 
@@ -90,50 +90,44 @@ def examine() -> Report:
     """Return the report about this machine; a missing package raises no error."""
     engine = versions.engine()
     findings = versions.findings()
-    problems = []
     clash = versions.clash() or versions.damage()
-    if clash is not None:
-        problems.append(Problem(what=clash.what, fix=clash.cure))
+    problems = [Problem(clash.what, clash.cure)] if clash is not None else []
     problems += [
-        Problem(what=f"{f.name} {f.found or 'is missing'}, needed: {f.needed}", fix=f.cure)
-        for f in findings
-        if not f.ok
+        Problem(f"{f.name} {f.found or 'is missing'}, needed: {f.needed}", f.cure) for f in findings if not f.ok
     ]
     complete = not problems
     examination = loading.load(engine).examine()
     if not examination.built:
-        problems += [Problem(what=what, fix=fix) for what, fix in examination.problems]
+        problems += [Problem(what, fix) for what, fix in examination.problems]
     providers: tuple[str, ...] = ()
     if complete:
         providers, trouble = _providers(engine)
-        if trouble is not None:
-            problems.append(trouble)
+        problems += [trouble] if trouble is not None else []
     lack = deepspeed_programs.missing_for_operators() if examination.built else None
     if lack is not None:
-        problems.append(
-            Problem(
-                what=f"no {lack}, and DeepSpeed compiles an operator of its own as soon as a rank starts on CPU",
-                fix=deepspeed_programs.CURE,
-            )
-        )
+        what = f"no {lack}, and DeepSpeed compiles an operator of its own as soon as a rank starts on CPU"
+        problems.append(Problem(what, deepspeed_programs.CURE))
     clang = deepspeed_programs.unsuitable_compiler()
     if clang is not None:
-        problems.append(
-            Problem(
-                what=f"DeepSpeed's operators for CPUs do not compile with {clang}, which is a clang",
-                fix="apt-get install g++ && export CXX=g++",
-            )
-        )
+        what = f"DeepSpeed's operators for CPUs do not compile with {clang}, which is a clang"
+        problems.append(Problem(what, "apt-get install g++ && export CXX=g++"))
+    why = (
+        "and each build in its folder waits for the file's end: a build was killed, if no other machine compiles there"
+    )
     problems += [
-        Problem(
-            what=f"no process of this machine holds {lock}, and each build in its folder waits for the file's end: a "
-            "build was killed, if no other machine compiles there",
-            fix=f"rm {shlex.quote(str(lock))}",
-        )
+        Problem(f"no process of this machine holds {lock}, {why}", f"rm {shlex.quote(str(lock))}")
         for lock in torch_extensions.unheld_locks()
     ]
-    entry_point = _has_entry_point()
-    problems += _switched_off(entry_point)
+    entry_point = any(point.name == "ort_zero" for point in metadata.entry_points(group="torch.backends"))
+    if not entry_point:
+        what = "ort_zero is not installed, so the section of the JSON is not read"
+        problems.append(Problem(what, "pip install --force-reinstall --no-deps ort-zero"))
+    if env.disabled():
+        problems.append(Problem("ORT_ZERO_DISABLE is set", "unset ORT_ZERO_DISABLE"))
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        what = "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading ort_zero"
+        problems.append(Problem(what, "unset TORCH_DEVICE_BACKEND_AUTOLOAD"))
+    names = [name for name in sorted(os.environ) if name.startswith(_PREFIXES) or name in _NAMES]
     return Report(
         engine=engine,
         python=sys.executable,
@@ -153,7 +147,7 @@ def examine() -> Report:
         ninja=shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable)),
         cpu_memory=measures.offered(),
         temporary=_temporary(),
-        environment=_environment(),
+        environment={name: masked(os.environ[name]) for name in names},
         problems=tuple(problems),
         first_fix=problems[0].fix if problems else None,
     )
@@ -167,54 +161,19 @@ def _temporary() -> str:
         return f"none: {error}"
 
 
-def _environment() -> dict[str, str]:
-    names = [name for name in sorted(os.environ) if name.startswith(_PREFIXES) or name in _NAMES]
-    return {name: masked(os.environ[name]) for name in names}
-
-
 def _providers(engine: str) -> tuple[tuple[str, ...], Problem | None]:
     """Return the execution providers of onnxruntime, as a new process lists them, or the problem."""
     distribution = "onnxruntime-training" if engine == "ortmodule" else "onnxruntime"
     cure = next(r.cure for r in versions.REQUIREMENTS if r.distribution == distribution)
     reinstall = cure.replace("install", "install --force-reinstall --no-deps", 1)
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _ASK_PROVIDERS],
-            capture_output=True,
-            text=True,
-            timeout=_ASK_SECONDS,
-            env={**os.environ, "ORT_ZERO_DISABLE": "1"},
-        )
+        variables = {**os.environ, "ORT_ZERO_DISABLE": "1"}
+        command = [sys.executable, "-c", _ASK_PROVIDERS]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, env=variables)
     except subprocess.TimeoutExpired:
-        return (), Problem(what=f"importing onnxruntime takes over {_ASK_SECONDS} s", fix=reinstall)
+        return (), Problem(f"importing onnxruntime takes over {_ASK_SECONDS} s", reinstall)
     for line in done.stdout.splitlines():
         if line.startswith("providers "):
             return tuple(line.split()[1:]), None
     last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    return (), Problem(what=f"onnxruntime cannot be imported: {last}", fix=reinstall)
-
-
-def _has_entry_point() -> bool:
-    points = metadata.entry_points(group="torch.backends")
-    return any(point.name == "ort_zero" for point in points)
-
-
-def _switched_off(entry_point: bool) -> list[Problem]:
-    problems = []
-    if not entry_point:
-        problems.append(
-            Problem(
-                what="ort_zero is not installed, so the section of the JSON is not read",
-                fix="pip install --force-reinstall --no-deps ort-zero",
-            )
-        )
-    if env.disabled():
-        problems.append(Problem(what="ORT_ZERO_DISABLE is set", fix="unset ORT_ZERO_DISABLE"))
-    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-        problems.append(
-            Problem(
-                what="TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading ort_zero",
-                fix="unset TORCH_DEVICE_BACKEND_AUTOLOAD",
-            )
-        )
-    return problems
+    return (), Problem(f"onnxruntime cannot be imported: {last}", reinstall)

@@ -19,6 +19,7 @@ from ort_zero import __version__
 from ort_zero.compat import versions
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.plugin import loading
+from ort_zero.utils.text import shortened
 
 CLOCK_SECONDS = 2.0
 """Largest difference between the clocks of two hosts in seconds that is no problem."""
@@ -49,7 +50,6 @@ def compare_ranks(ranks: RankGroup, storage: str | None = None, files: Sequence[
     """Return the report about the differences between ranks, the same on all ranks. All ranks must call.
 
     Args:
-        ranks: the ranks of the job.
         storage: folder for checkpoints that all hosts should share; a small file is written there and removed.
         files: files that should have the same content on all hosts, such as the script and the DeepSpeed JSON.
 
@@ -96,25 +96,22 @@ def _digest(name: str) -> str:
 
 
 def differences(facts: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
-    """Return one sentence for each fact that differs between ranks.
-
-    Args:
-        facts: facts of each rank, by name.
-        names: name of each rank in the sentences.
-    """
+    """Return one sentence for each fact that differs between ranks."""
     sentences = []
     for key in dict.fromkeys(key for rank_facts in facts for key in rank_facts):
-        by_value: dict[str, list[str]] = {}
-        for rank_facts, name in zip(facts, names):
-            by_value.setdefault(rank_facts.get(key, "unknown"), []).append(name)
-        if len(by_value) > 1:
-            parts = [f"{value} on {_few(ranks)}" for value, ranks in by_value.items()]
+        parts = _grouped([rank_facts.get(key, "unknown") for rank_facts in facts], names)
+        if len(parts) > 1:
             sentences.append(f"{key} differs: {'; '.join(parts)}")
     return sentences
 
 
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _grouped(texts: Sequence[str | None], names: Sequence[str]) -> list[str]:
+    """Return each text with the names of the ranks that have it; None is no text."""
+    by_text: dict[str, list[str]] = {}
+    for text, name in zip(texts, names):
+        if text is not None:
+            by_text.setdefault(text, []).append(name)
+    return [f"{text} on {shortened(ranks)}" for text, ranks in by_text.items()]
 
 
 def _storage_problems(ranks: RankGroup, storage: str, names: Sequence[str]) -> list[str]:
@@ -136,11 +133,7 @@ def _storage_problems(ranks: RankGroup, storage: str, names: Sequence[str]) -> l
             probe.unlink()
     if error is not None:
         return [error]
-    by_text: dict[str, list[str]] = {}
-    for name, text in zip(names, problems):
-        if text is not None:
-            by_text.setdefault(text, []).append(name)
-    return [f"{storage} {text} on {_few(ranks)}" for text, ranks in by_text.items()]
+    return [f"{storage} {text}" for text in _grouped(problems, names)]
 
 
 def _problem_here(probe: Path, token: str, rank: int) -> str | None:

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from ort_zero import config
     from ort_zero.units.running_model import UnitsModel
 
-__all__ = ["examine", "import_hooks", "refuse", "run"]
+__all__ = ["examine", "import_hooks", "run"]
 
 
-def refuse(ds_config: Mapping[str, Any]) -> None:
+def _refuse_16_bits(ds_config: Mapping[str, Any]) -> None:
     """Raise ConfigError for 16-bit training on a CPU, for which ONNX Runtime has no kernels."""
+    if not ds_config:
+        return
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() != "cpu":
@@ -35,8 +37,9 @@ def refuse(ds_config: Mapping[str, Any]) -> None:
             )
 
 
-def run(model: Any, section: config.Config, zero: Mapping[str, Any]) -> UnitsModel:
+def run(model: Any, section: config.Config, ds_config: Mapping[str, Any]) -> UnitsModel:
     """Have the units of `model` run in onnxruntime-training, in place; return what runs the model."""
+    _refuse_16_bits(ds_config)
     from ort_zero.compat import deepspeed_units, versions
 
     versions.say_untested(versions.require("ort"))
@@ -48,6 +51,7 @@ def run(model: Any, section: config.Config, zero: Mapping[str, Any]) -> UnitsMod
     from ort_zero.units.finding import find_units
     from ort_zero.units.installation import install
 
+    zero = ds_config.get("zero_optimization") or {}
     stage = int(zero.get("stage", 0))
     max_elements = deepspeed_units.max_gathered_elements(model, zero) if stage == 3 else None
     raises = section.fallback == "raise"

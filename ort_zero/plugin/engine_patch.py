@@ -47,13 +47,8 @@ def _engine_init(original):
             summary.announce(section, self.module, None)
             metrics.write_metrics_of(self, section.metrics, None)
             return _subscribe(self, section.statistics)
-        backend = loading.load(engine)
-        backend.refuse(ds_config)
-        runtime: Any = backend.run(
-            bound.arguments["model"],
-            profiled_script.without_fallback(section),
-            ds_config.get("zero_optimization") or {},
-        )
+        model, measured = bound.arguments["model"], profiled_script.without_fallback(section)
+        runtime: Any = loading.load(engine).run(model, measured, ds_config)
         with zero3_patches.with_section():
             original(*bound.args, **bound.kwargs)
         measures.connect(self, section.cpu_memory)
@@ -197,11 +192,6 @@ def _load_checkpoint(original):
 def _loaded_by_deepspeed(engine: Any, reason: Any, by_deepspeed: Callable[[], tuple]) -> tuple:
     """Return the result of DeepSpeed's own loader for a checkpoint that ort_zero cannot load. All ranks must call.
 
-    Args:
-        engine: the engine.
-        reason: error of ort_zero's loader.
-        by_deepspeed: calls DeepSpeed's loader.
-
     Raises:
         CheckpointError: DeepSpeed's loader cannot load it either, since the world size or the ZeRO stage differs.
     """
@@ -252,35 +242,13 @@ def _destroy(original):
     return destroy
 
 
-PATCHES = (
-    Patch(
-        target=ds_compat.ENGINE_INIT,
-        build=_engine_init,
-        why='reads the "ort_zero" section and wraps the model',
-        guard=defined_in(ds_compat.ENGINE),
-    ),
-    Patch(
-        target=f"{ds_compat.ENGINE}:DeepSpeedEngine.save_checkpoint",
-        build=_save_checkpoint,
-        why="writes sharded checkpoints",
-        guard=defined_in(ds_compat.ENGINE),
-    ),
-    Patch(
-        target=f"{ds_compat.ENGINE}:DeepSpeedEngine.step",
-        build=_step,
-        why="writes metrics",
-        guard=defined_in(ds_compat.ENGINE),
-    ),
-    Patch(
-        target=f"{ds_compat.ENGINE}:DeepSpeedEngine.destroy",
-        build=_destroy,
-        why="ends the collection of statistics, and the model's place in status()",
-        guard=defined_in(ds_compat.ENGINE),
-    ),
-    Patch(
-        target=f"{ds_compat.ENGINE}:DeepSpeedEngine.load_checkpoint",
-        build=_load_checkpoint,
-        why="reads sharded checkpoints",
-        guard=defined_in(ds_compat.ENGINE),
-    ),
+PATCHES = tuple(
+    Patch(target=f"{ds_compat.ENGINE}:DeepSpeedEngine.{name}", build=build, why=why, guard=defined_in(ds_compat.ENGINE))
+    for name, build, why in (
+        ("__init__", _engine_init, 'reads the "ort_zero" section and wraps the model'),
+        ("save_checkpoint", _save_checkpoint, "writes sharded checkpoints"),
+        ("step", _step, "writes metrics"),
+        ("destroy", _destroy, "ends the collection of statistics, and the model's place in status()"),
+        ("load_checkpoint", _load_checkpoint, "reads sharded checkpoints"),
+    )
 )

@@ -29,14 +29,10 @@ def end_if_asked(running: Any, is_settled: bool) -> None:
     Memory plans are written after the first step. While it is not settled where all runs, ``ort-zero explain`` lets the
     script go on; its report is then written when the script ends by itself.
 
-    Args:
-        running: the model, which has made a step.
-        is_settled: whether it is decided where everything runs.
-
     Raises:
         SystemExit: after the report is written.
     """
-    explain, plan = env.explain_file(), env.memory_trial_file()
+    explain, plan = env.request_file(env.EXPLAIN), env.request_file(env.MEMORY_TRIAL)
     if plan is not None:
         asked = json.loads(plan.read_text(encoding="utf-8"))
         _write(plan, running.engine.memory_plans(asked["budgets"]))

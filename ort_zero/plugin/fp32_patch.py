@@ -63,37 +63,23 @@ def _folder() -> str:
     return tempfile.mkdtemp(dir=_temporary_folder().name)
 
 
-_WHY = "reads sharded checkpoints"
-_PATCH = Patch(
-    target=ds_compat.READ_FP32_STATE,
-    build=_read_fp32_state,
-    why=_WHY,
-    guard=ds_compat.require_fp32_reader,
-)
-_FILE_PATCHES = (
-    Patch(
-        target=ds_compat.FIND_OPTIMIZER_FILES,
-        build=_find_optimizer_files,
-        why=_WHY,
-        guard=ds_compat.require_file_finder,
-    ),
-    Patch(
-        target=ds_compat.FIND_MODEL_FILE,
-        build=_find_model_file,
-        why=_WHY,
-        guard=ds_compat.require_file_finder,
-    ),
+_PATCHES = tuple(
+    Patch(target=target, build=build, why="reads sharded checkpoints", guard=guard)
+    for target, build, guard in (
+        (ds_compat.READ_FP32_STATE, _read_fp32_state, ds_compat.require_fp32_reader),
+        (ds_compat.FIND_OPTIMIZER_FILES, _find_optimizer_files, ds_compat.require_file_finder),
+        (ds_compat.FIND_MODEL_FILE, _find_model_file, ds_compat.require_file_finder),
+    )
 )
 
 
 def patches() -> tuple[Patch, ...]:
     """Return the patches; none if DeepSpeed's functions have other arguments: no other part depends on the patches."""
-    every = (_PATCH, *_FILE_PATCHES)
     try:
-        for patch in every:
+        for patch in _PATCHES:
             assert patch.guard is not None
             patch.guard(resolve(patch.target))
     except PatchError as error:
         get_logger().info("deepspeed.utils.zero_to_fp32 will not read sharded checkpoints of ort_zero: %s", error)
         return ()
-    return every
+    return _PATCHES

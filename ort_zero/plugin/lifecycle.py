@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ort_zero import env
-from ort_zero.plugin import explained_script, loading
+from ort_zero.plugin import explained_script
 from ort_zero.units import registry
 
 _ACCELERATES_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
@@ -83,7 +83,9 @@ def _arm_ortmodule() -> None:
 def _backend_hooks() -> dict[str, Callable[[Any], None]]:
     """Return the backend's hooks by the name of the imported module; none if the backend cannot be loaded."""
     try:
-        return loading.load("ortmodule").import_hooks()
+        from ort_zero.ortmodule.backend import import_hooks
+
+        return import_hooks()
     except Exception as error:  # raised here, the error would end the user's import of onnxruntime
         _state["auto_error"] = f"{type(error).__name__}: {error}"
         return {}

@@ -18,11 +18,6 @@ _writers: weakref.WeakKeyDictionary[MetricsWriter, tuple[str | None, int]] = wea
 def write_metrics_of(engine: Any, section: config.MetricsConfig, runtime: Any) -> None:
     """Write metrics of an engine from now on, as the section says. All ranks must call.
 
-    Args:
-        engine: the DeepSpeed engine.
-        section: the part about metrics of the section.
-        runtime: the runtime of the engine's model in ONNX Runtime; None for a model in PyTorch.
-
     Raises:
         ConfigError: on all ranks, if one rank cannot write its file.
     """

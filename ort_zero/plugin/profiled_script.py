@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 import torch
 
 from ort_zero import config, env
-from ort_zero.compat import deepspeed_collectives
+from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.profiling import exchange
 from ort_zero.profiling.recorder import Recorder
 from ort_zero.utils import named_ranges
@@ -17,13 +18,9 @@ from ort_zero.utils.named_ranges import named_range
 
 @functools.cache
 def request() -> exchange.ProfileRequest | None:
-    """Return what ``ort-zero profile`` asks of this process; None unless it has started the process.
-
-    Raises:
-        ProfileError: the file that the environment names cannot be read.
-    """
-    path = env.profile_file()
-    return None if path is None else exchange.read_request(path)
+    """Return what ``ort-zero profile`` asks of this process; None unless it has started the process."""
+    path = env.request_file(env.PROFILE)
+    return None if path is None else exchange.ProfileRequest(**json.loads(path.read_text(encoding="utf-8")))
 
 
 _recorders: list[Recorder] = []
@@ -60,12 +57,7 @@ def without_fallback(section: config.Config) -> config.Config:
 
 
 def measure_engine(engine: Any, runtime: Any = None) -> None:
-    """Measure an engine's calls, if the script is measured.
-
-    Args:
-        engine: the DeepSpeed engine.
-        runtime: the runtime of the engine's model in ONNX Runtime; None for a model in PyTorch.
-    """
+    """Measure an engine's calls, if the script is measured."""
     active = recorder()
     if active is None:
         return
@@ -81,11 +73,7 @@ def measure_engine(engine: Any, runtime: Any = None) -> None:
 
 
 def measure_model(runtime: Any) -> None:
-    """Measure the calls of a model without a DeepSpeed engine, if the script is measured.
-
-    Args:
-        runtime: what runs the model.
-    """
+    """Measure the calls of a model without a DeepSpeed engine, if the script is measured."""
     active = recorder()
     if active is None:
         return
@@ -102,8 +90,8 @@ def measure_model(runtime: Any) -> None:
 def _name_collectives() -> None:
     """Record DeepSpeed's own gathers and reduces as named ranges, also in engines that run in PyTorch."""
     for kind, functions in (
-        (named_ranges.GATHER, deepspeed_collectives.gathers()),
-        (named_ranges.REDUCE, deepspeed_collectives.reduces()),
+        (named_ranges.GATHER, ds_compat.gathers()),
+        (named_ranges.REDUCE, ds_compat.reduces()),
     ):
         for holder, name in functions:
             setattr(holder, name, named_range(kind)(vars(holder)[name]))

@@ -46,12 +46,7 @@ def _mark(running: Any) -> None:
 
 
 def collect(model: Any, section: config.StatisticsConfig) -> Any:
-    """Collect statistics of a model, and return the session, None if the section disables it. All ranks must call.
-
-    Args:
-        model: an engine, an ORTModule or a module.
-        section: the part about statistics of the section.
-    """
+    """Collect statistics of a model, and return the session, None if the section disables it. All ranks must call."""
     if not section.enabled:
         return None
     from ort_zero.statistics.collect.subscriber import StatisticsSubscriber

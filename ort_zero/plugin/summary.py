@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
-import os
+import shutil
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -39,19 +39,13 @@ def table(
     in_effect: Sequence[str] = (),
     in_engine: bool = True,
     width: int = 80,
-    boxes: bool = False,
 ) -> str:
     """Return the features and costs of an engine's model, as a table.
 
     Args:
         status: the status of the engine's model; None where the section leaves the model in PyTorch.
-        section: section of the engine's config.
-        versions: installed versions by distribution.
         plans: operators that the backward computes again, and the memory that this saves.
         in_effect: the measures of ``"cpu_memory"`` that are in effect.
-        in_engine: whether a DeepSpeed engine holds the model.
-        width: width of the terminal in characters.
-        boxes: draw lines with box characters rather than ASCII.
     """
     parts = _parts(section, in_effect, in_engine)
     in_torch = [("ONNX Runtime", "off", 'backend: "auto"'), *parts]
@@ -61,19 +55,13 @@ def table(
         *((f"  {operators}", effect) for operators, effect in plans),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
-    return _drawn(rows, max(width, _MIN_WIDTH), boxes)
+    return _drawn(rows, max(width, _MIN_WIDTH))
 
 
 def announce(section: config.Config, module: Any, runtime: Any | None, in_engine: bool = True) -> None:
     """Print the table of a model with a section, of a later model one line, on rank 0, unless the level is above INFO.
 
     Called once more for a model whose share of operations has been settled since, prints a line with the share.
-
-    Args:
-        section: the configuration of the model.
-        module: the user's module.
-        runtime: the runtime of the model in ONNX Runtime; None for a model in PyTorch.
-        in_engine: whether a DeepSpeed engine holds the model.
     """
     compile_progress.compiled["seconds"] = 0.0
     logger = log.get_logger()
@@ -96,16 +84,9 @@ def announce(section: config.Config, module: Any, runtime: Any | None, in_engine
     if len(_printed) > 1:
         logger.info("%s%s", title, _in_short(status) if status is not None else "")
         return
-    text = table(
-        status,
-        section,
-        _versions(),
-        plans,
-        in_effect=measures.in_effect(),
-        in_engine=in_engine,
-        width=_width(),
-        boxes=_draws_boxes(),
-    )
+    in_effect = measures.in_effect()
+    width = min(_MAX_WIDTH, shutil.get_terminal_size((_MAX_WIDTH, 0)).columns)
+    text = table(status, section, _versions(), plans, in_effect=in_effect, in_engine=in_engine, width=width)
     logger.info("%s\n%s", title, text)
 
 
@@ -195,10 +176,7 @@ def _switch(key: str, to: bool) -> str:
     return f"{key}: {'true' if to else 'false'}"
 
 
-# -- drawing -----------------------------------------------------------------------------------------------------------
-
-
-def _drawn(rows: Sequence[Row], width: int, boxes: bool) -> str:
+def _drawn(rows: Sequence[Row], width: int) -> str:
     """Return the rows as a table no wider than `width` characters; the first row is its head."""
     with random_state_kept():
         from rich import box, console
@@ -209,35 +187,12 @@ def _drawn(rows: Sequence[Row], width: int, boxes: bool) -> str:
     key = max(len(word) for text in settings for word in text.split())
     widths = None, None, min(max(map(len, settings)), max(key, width // 3))
     columns = [rich_table.Column(name, width=n, overflow="fold") for name, n in zip(rows[0], widths, strict=True)]
-    lines = box.SQUARE if boxes else box.ASCII
-    drawn = rich_table.Table(*columns, box=lines, show_edge=False, pad_edge=False, header_style="")
+    drawn = rich_table.Table(*columns, box=box.ASCII, show_edge=False, pad_edge=False, header_style="")
     for row in rows[1:]:
         drawn.add_row(*row)
     text = io.StringIO()
     console.Console(file=text, width=width, markup=False, highlight=False, emoji=False, safe_box=False).print(drawn)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
-
-
-def _draws_boxes() -> bool:
-    encoding = (getattr(sys.stderr, "encoding", None) or "").lower().replace("-", "")
-    return _is_terminal() and encoding == "utf8"
-
-
-def _width() -> int:
-    """Return the width of the table in characters, from ``COLUMNS`` or the terminal of stderr."""
-    if os.environ.get("COLUMNS", "").isdigit():
-        return max(_MIN_WIDTH, min(_MAX_WIDTH, int(os.environ["COLUMNS"])))
-    if _is_terminal():
-        try:
-            return max(_MIN_WIDTH, min(_MAX_WIDTH, os.get_terminal_size(sys.stderr.fileno()).columns))
-        except (OSError, ValueError, AttributeError):
-            return 80
-    return _MAX_WIDTH
-
-
-def _is_terminal() -> bool:
-    isatty = getattr(sys.stderr, "isatty", None)
-    return bool(isatty and isatty())
 
 
 def _versions() -> dict[str, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ort_zero.profiling.exchange import Part
 from ort_zero.utils import named_ranges
@@ -42,21 +43,17 @@ class Span:
     seconds: float
     children: list[Span] = field(default_factory=list)
 
-
-@dataclass(frozen=True, slots=True)
-class NodeRun:
-    """One run of one graph node, recorded by ONNX Runtime's profiler."""
-
-    op_type: str
-    seconds: float
+    @classmethod
+    def of(cls, event: Any) -> Span:
+        """Return an event of torch.profiler, with the events below it."""
+        return cls(event.name, event.time_range.elapsed_us() / 1e6, [cls.of(child) for child in event.cpu_children])
 
 
-def divide(steps: Sequence[Span], nodes: Iterable[NodeRun]) -> list[Part]:
+def divide(steps: Sequence[Span], nodes: Iterable[tuple[str, float]]) -> list[Part]:
     """Return the mean time of each part of a step, the longest part first.
 
     Args:
-        steps: the ranges of the steps.
-        nodes: nodes that ran in sessions during these steps.
+        nodes: operator and seconds of each node that ran in sessions during these steps.
     """
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     calls: dict[tuple[str, str], int] = defaultdict(int)
@@ -68,11 +65,11 @@ def divide(steps: Sequence[Span], nodes: Iterable[NodeRun]) -> list[Part]:
         calls[kind, name] += 1
         inside = kind if kind != KERNEL else outside
         stack += [(child, inside) for child in span.children]
-    for node in nodes:
-        if node.op_type not in IN_TORCH:
-            seconds[EXECUTOR, ""] -= node.seconds
-            seconds[KERNEL, node.op_type] += node.seconds
-            calls[KERNEL, node.op_type] += 1
+    for operator, time in nodes:
+        if operator not in IN_TORCH:
+            seconds[EXECUTOR, ""] -= time
+            seconds[KERNEL, operator] += time
+            calls[KERNEL, operator] += 1
     parts = [Part(kind, name, time / len(steps), calls[kind, name] / len(steps))
              for (kind, name), time in seconds.items()]  # fmt: skip
     return sorted(parts, key=lambda part: -part.seconds)

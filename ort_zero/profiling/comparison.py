@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ort_zero.profiling.breakdown import KERNEL
-from ort_zero.profiling.exchange import Part, RankProfile
+from ort_zero.profiling.exchange import NAMES, Part, RankProfile
 from ort_zero.profiling.operator_groups import group_of
-from ort_zero.profiling.trace import NAMES
 from ort_zero.utils import tables
 
 _NAMED = 3
@@ -32,7 +31,6 @@ class Side:
     slowed: float
     """Factor by which the profilers made a step longer."""
     ranks: int
-    graphs_built: int
 
     @classmethod
     def of(cls, ranks: Sequence[RankProfile]) -> Side:
@@ -46,29 +44,17 @@ class Side:
         step = max(rank.step_seconds for rank in ranks)
         share = step / (sum(seconds.values()) or 1.0)
         parts = [Part(kind, name, time * share, calls[kind, name]) for (kind, name), time in seconds.items()]
-        return cls(
-            step_seconds=step,
-            parts=tuple(sorted(parts, key=lambda part: -part.seconds)),
-            slowed=max(rank.profiled_seconds for rank in ranks) / step,
-            ranks=len(ranks),
-            graphs_built=max(rank.graphs_built for rank in ranks),
-        )
-
-    def rows(self) -> dict[str, list[Part]]:
-        """Return the parts by row of the table: a group of operators, or another kind of part."""
-        rows: dict[str, list[Part]] = defaultdict(list)
-        for part in self.parts:
-            rows[group_of(part.name) if part.kind == KERNEL else part.kind].append(part)
-        return rows
+        longest_first = tuple(sorted(parts, key=lambda part: -part.seconds))
+        return cls(step, longest_first, max(rank.profiled_seconds for rank in ranks) / step, len(ranks))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """The seconds of one row in ONNX Runtime and in PyTorch, and the operators, the longest first."""
 
     name: str
-    ort: float
-    torch: float
+    ort: float = 0.0
+    torch: float = 0.0
     ort_operators: tuple[str, ...] = ()
     torch_operators: tuple[str, ...] = ()
 
@@ -89,53 +75,38 @@ class Comparison:
     torch: Side
 
     def rows(self) -> list[Row]:
-        """Return the rows of both sides, the largest difference first."""
-        ours, theirs = self.ort.rows(), self.torch.rows()
-        rows = []
-        for name in ours.keys() | theirs.keys():
-            sides = [side.get(name, []) for side in (ours, theirs)]
-            ort, torch = (sum(part.seconds for part in side) for side in sides)
-            of_ort, of_torch = (tuple(part.name for part in side if part.name) for side in sides)
-            rows.append(Row(name, ort, torch, of_ort, of_torch))
-        return sorted(rows, key=lambda row: (-abs(row.difference), row.name))
+        """Return a row for each group of operators and each other kind of part, the largest difference first."""
+        rows: dict[str, Row] = {}
+        for which in NAMES:
+            for part in getattr(self, which).parts:
+                name = group_of(part.name) if part.kind == KERNEL else part.kind
+                row = rows.setdefault(name, Row(name))
+                operators = getattr(row, f"{which}_operators") + ((part.name,) if part.name else ())
+                setattr(row, which, getattr(row, which) + part.seconds)
+                setattr(row, f"{which}_operators", operators)
+        return sorted(rows.values(), key=lambda row: (-abs(row.difference), row.name))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the output of ``ort-zero profile --json``; times in seconds."""
-        return {
-            "script": self.script,
-            "model": self.model,
-            "steps": self.steps,
-            "ort": asdict(self.ort),
-            "torch": asdict(self.torch),
-            "rows": [{**asdict(row), "difference": row.difference} for row in self.rows()],
-        }
+        return {**asdict(self), "rows": [{**asdict(row), "difference": row.difference} for row in self.rows()]}
 
     def text(self) -> str:
         """Return the time of a step, and its division into parts, as a table."""
         ranks = f", mean of {self.ort.ranks} ranks" if self.ort.ranks > 1 else ""
         step = Row("a step", self.ort.step_seconds, self.torch.step_seconds)
-        rows = self.rows()
-        small = [row for row in rows if max(row.ort, row.torch) < _SMALL * max(step.ort, step.torch)]
-        shown = [row for row in rows if row not in small]
-        if small:
-            shown.append(Row("the rest", sum(row.ort for row in small), sum(row.torch for row in small)))
+        rest, shown = Row("the rest"), list[Row]()
+        for row in self.rows():
+            if max(row.ort, row.torch) >= _SMALL * max(step.ort, step.torch):
+                shown.append(row)
+            else:
+                rest.ort, rest.torch = rest.ort + row.ort, rest.torch + row.torch
+        shown += [rest] if rest.ort or rest.torch else []
         head = ["", *NAMES.values(), "difference", *(f"of {name}" for name in NAMES.values())]
-        lines = [head, _cells("", step), *(_cells("  ", row) for row in shown)]
-        return "\n".join([
-            f"{self.script}: {self.model}, {self.steps} steps in ONNX Runtime and in PyTorch{ranks}", "",
-            *tables.aligned(lines, right={1, 2, 3}), *self._notes(),
-        ])  # fmt: skip
-
-    def _notes(self) -> list[str]:
-        notes = []
-        if self.ort.graphs_built:
-            notes.append(f"note: {self.ort.graphs_built} graphs were built during these steps: give a larger --warmup")
+        table = tables.aligned([head, _cells("", step), *(_cells("  ", row) for row in shown)], right={1, 2, 3})
+        title = f"{self.script}: {self.model}, {self.steps} steps in ONNX Runtime and in PyTorch{ranks}"
         slowed = max(self.ort.slowed, self.torch.slowed)
-        if slowed > _SLOWED:
-            notes.append(
-                f"note: the profilers make a step {slowed:.1f} times as long: parts with many short calls seem too long"
-            )
-        return notes
+        note = f"note: the profilers make a step {slowed:.1f} times as long: parts with many short calls seem too long"
+        return "\n".join([title, "", *table, *([note] if slowed > _SLOWED else [])])
 
 
 def _cells(indent: str, row: Row) -> list[str]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ort_zero import env
-from ort_zero.errors import ProfileError
 from ort_zero.utils.atomic_write import write_json
 
 ORT, TORCH = "ort", "torch"
 """The two backends: the script unchanged, and the script with its ``ort_zero`` section off."""
+NAMES = {ORT: "ONNX Runtime", TORCH: "PyTorch"}
+"""Name of each backend in tables and traces."""
 STARTED, PROFILING, TIMING, DONE, FAILED = "started", "profiling", "timing", "done", "failed"
 """The states of a rank, in the order of time; the report of a failed rank has the error's message."""
 
@@ -60,8 +60,6 @@ class RankProfile:
     """Median time of a step under the profilers, which make steps slower."""
     step_seconds: float = 0.0
     """Median time of a step without profilers."""
-    graphs_built: int = 0
-    """Number of graphs that were built while steps were profiled."""
     error: str = ""
 
     @classmethod
@@ -72,21 +70,5 @@ class RankProfile:
     def write(self, report: str) -> None:
         """Write this rank's report, and replace an earlier report."""
         self.rank = env.rank()
-        try:
+        if self.rank == 0 or Path(report).parent.is_dir():  # ranks on the command's machine are enough
             write_json(Path(f"{report}.{self.rank}"), asdict(self))
-        except OSError:
-            if self.rank == 0:
-                raise
-            # the folder does not exist on other machines; the ranks on the command's machine are enough
-
-
-def read_request(path: Path) -> ProfileRequest:
-    """Read the request of the command to this process.
-
-    Raises:
-        ProfileError: the file that the environment variable names cannot be read.
-    """
-    try:
-        return ProfileRequest(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ProfileError(f"the file in {env.PROFILE}={path} cannot be read, unset the variable: {error}") from None

@@ -9,18 +9,16 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ort_zero import env
-from ort_zero.compat.torch_profiler import OperatorProfiler
 from ort_zero.profiling import trace
-from ort_zero.profiling.breakdown import NodeRun, Span, divide
+from ort_zero.profiling.breakdown import Span, divide
 from ort_zero.profiling.exchange import DONE, FAILED, ORT, PROFILING, TIMING, ProfileRequest, RankProfile
-from ort_zero.units.interface import NodeProfiles
 from ort_zero.utils import named_ranges
 from ort_zero.utils.named_ranges import named_range
 
@@ -30,14 +28,9 @@ class ProfileEndedError(SystemExit):
 
 
 class Recorder:
-    """The measurement of the first model that trains in the script.
+    """The measurement of the first model that trains in the script."""
 
-    Args:
-        request: the request of ``ort-zero profile``.
-        node_profiles: starts ONNX Runtime's profiler, which writes files whose paths begin with the argument.
-    """
-
-    def __init__(self, request: ProfileRequest, node_profiles: Callable[[str], NodeProfiles]):
+    def __init__(self, request: ProfileRequest, node_profiles: Callable[[str], Any]):
         self.request = request
         self._result = RankProfile()
         self._owner: object | None = None
@@ -46,8 +39,8 @@ class Recorder:
         self._began = 0.0
         self._seconds: list[float] = []
         """Time of each step so far."""
-        self._profiler = OperatorProfiler()
-        self._nodes: NodeProfiles | None = None
+        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        self._nodes: Any = None
         if request.backend == ORT:
             folder = Path(request.report).parent
             folder = folder if folder.is_dir() else Path(tempfile.mkdtemp())
@@ -126,12 +119,19 @@ class Recorder:
         named_ranges.activate(False)
         if self._nodes is not None:
             self._nodes.end()
-            self._result.graphs_built = self._nodes.late_sessions
         self._profiler.stop()
+        events = self._profiler.events() or ()
         if self.request.traces is not None and Path(self.request.traces).is_dir():
-            trace.write_rank(self._profiler.events_for_chrome(), self.request.backend, Path(self.request.traces))
-        steps = self._profiler.trees(named_ranges.PREFIX + named_ranges.STEP, Span)
+            trace.write_rank(events, self.request.backend, Path(self.request.traces))
+        steps = steps_of(events)
         # the faster half: other processes make steps slower, never faster
         faster = sorted(range(len(steps)), key=lambda i: steps[i].seconds)[: (len(steps) + 1) // 2]
-        nodes = [NodeRun(*node) for node in self._nodes.nodes(faster)] if self._nodes is not None else []
+        nodes = self._nodes.nodes(faster) if self._nodes is not None else ()
         self._result.parts = divide([steps[i] for i in faster], nodes)
+
+
+def steps_of(events: Iterable[Any]) -> list[Span]:
+    """Return the steps among the events of torch.profiler, in order, with all events below them in their thread."""
+    name = named_ranges.PREFIX + named_ranges.STEP
+    steps = [event for event in events if event.name == name and not event.is_async]
+    return [Span.of(event) for event in sorted(steps, key=lambda event: event.time_range.start)]

@@ -7,30 +7,22 @@ The ranges of ort_zero stand in it by their names: ``step``, ``forward``, ``gath
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ort_zero import env
-from ort_zero.profiling.exchange import ORT, TORCH
+from ort_zero.profiling.exchange import NAMES
 from ort_zero.utils.named_ranges import PREFIX
 
-NAMES = {ORT: "ONNX Runtime", TORCH: "PyTorch"}
-"""Name of each backend in tables and traces."""
 
-
-def write_rank(events: Iterable[Mapping[str, Any]], backend: str, folder: Path) -> None:
-    """Write the events of this rank, complete events of torch.profiler, for :func:`merged`.
-
-    Args:
-        events: the events, with times in microseconds.
-        backend: ``"ort"`` or ``"torch"``.
-        folder: folder for the files of all ranks of this machine.
-    """
+def write_rank(events: Iterable[Any], backend: str, folder: Path) -> None:
+    """Write the events of this rank, as ``torch.profiler`` returns them, into a folder for :func:`merged`."""
     kept = [
-        {"ph": "X", "name": event["name"].removeprefix(PREFIX), "tid": event["tid"], "ts": event["ts"],
-         "dur": event["dur"], "cat": "ort_zero" if event["name"].startswith(PREFIX) else "operator"}
+        {"ph": "X", "name": event.name.removeprefix(PREFIX), "tid": event.thread, "ts": event.time_range.start,
+         "dur": event.time_range.elapsed_us(), "cat": "ort_zero" if event.name.startswith(PREFIX) else "operator"}
         for event in events
+        if not event.is_async
     ]  # fmt: skip
     (folder / f"{backend}-{env.rank()}.json").write_text(json.dumps(kept), encoding="utf-8")
 

@@ -66,14 +66,7 @@ def _names(cls: type) -> Iterator[str]:
 
 
 class ClassForward:
-    """The forward of a class of units, compiled by Dynamo once for all of them.
-
-    Args:
-        function: the forward that was compiled, of a unit and its arguments.
-        compiled: the compiled forward.
-        compiles_evaluations: whether calls without gradients are compiled from the first one on.
-        clock: returns the time in seconds.
-    """
+    """The forward of a class of units, compiled by Dynamo once for all of them."""
 
     def __init__(
         self,

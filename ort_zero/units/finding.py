@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ort_zero.compat.deepspeed_parameters import elements_of, full_shape
+from ort_zero.compat.deepspeed import elements_of, full_shape
 from ort_zero.compat.torch_modules import modules_of, named_modules_of
 from ort_zero.errors import ConfigError
 
@@ -41,7 +41,6 @@ def find_units(
     """Return the units of a model, in the order of ``named_modules``.
 
     Args:
-        model: the user's model.
         exclude: glob patterns of module paths that stay in PyTorch.
         max_elements: the largest number of parameter elements of a unit; larger blocks are divided further. None does
             not limit them.
@@ -83,12 +82,7 @@ def _repeated(model: nn.Module) -> Iterator[int]:
 
 
 def multiplies(module: nn.Module, below: bool = True) -> bool:
-    """Return True if a module has weights of products: embeddings and norms alone gain nothing from a graph.
-
-    Args:
-        module: the module.
-        below: count the weights of submodules too.
-    """
+    """Return True if a module has weights of products: embeddings and norms alone gain nothing from a graph."""
     return any(
         len(full_shape(parameter)) > 1
         for each in (modules_of(module) if below else (module,))

@@ -21,8 +21,6 @@ def install(model: nn.Module, engine: Engine[Any], units: Sequence[Unit], stage:
 
     Args:
         model: the user's model, before a DeepSpeed engine is made of it.
-        engine: what runs the units.
-        units: the units.
         stage: ZeRO stage, 0 without an engine of DeepSpeed.
         raises: a compilation that fails raises.
     """

@@ -35,7 +35,6 @@ def words_of(reason: str, evaluate: Callable[[str], str | None]) -> str:
     """Return Dynamo's reason why a graph does not fit a call, in words.
 
     Args:
-        reason: Dynamo's text.
         evaluate: returns the type and the value of an expression in the call's function, as text; None if it has none.
     """
     text = re.sub(r"^\d+/\d+: ", "", reason.strip())
@@ -73,11 +72,7 @@ def way_out(reason: str) -> str:
 
 
 class Recompilations:
-    """The reasons for the graphs of one class of units.
-
-    Args:
-        unit: name of the class.
-    """
+    """The reasons for the graphs of one class of units."""
 
     def __init__(self, unit: str):
         self.unit = unit

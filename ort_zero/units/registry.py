@@ -103,10 +103,6 @@ def runtimes() -> list[Any]:
 def apply(name: str, make: Callable[[], Iterable[Patch]]) -> None:
     """Apply a set of patches, all or nothing, unless a set of that name is applied; threads may call side by side.
 
-    Args:
-        name: name of the set, a key of :data:`patch_sets`.
-        make: makes the patches.
-
     Raises:
         PatchError: a target has an unknown shape, or another library patched it.
     """

@@ -60,8 +60,6 @@ def compile_parts(
     """Compile the parts of a divided graph, and return a function that runs them in order.
 
     Args:
-        whole: of :func:`divided`.
-        inputs: the example inputs of the whole graph.
         compile_part: compiles a graph that returns a tuple.
     """
     values = dict(zip(whole.graph.find_nodes(op="placeholder"), inputs, strict=True))

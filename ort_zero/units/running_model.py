@@ -32,9 +32,6 @@ class UnitsModel:
     """A model whose units run in ONNX Runtime.
 
     Args:
-        module: the user's module.
-        engine: what runs the units.
-        units: the units to compile.
         stage: ZeRO stage of the engine, 0 without one.
         raises: a compilation that fails raises, rather than leaving the unit in PyTorch.
     """
@@ -173,10 +170,6 @@ class EngineRunner(UnitRunner):
     """Compiles one unit by the engine of a model, and decides when PyTorch runs the unit.
 
     The model does not hold it, so that both are freed without a collection.
-
-    Args:
-        model: the model.
-        unit: the unit.
     """
 
     def __init__(self, model: UnitsModel, unit: RunningUnit):

@@ -21,14 +21,7 @@ from ort_zero.compat.torch_modules import version_of
 
 
 class Call:
-    """One call of a unit's forward, made before the compiled forward runs.
-
-    Args:
-        unit: the unit.
-        forward: the forward, called with the unit and the arguments.
-        arguments: positional and named arguments.
-        differentiated: called when a backward of the call is to be differentiated.
-    """
+    """One call of a unit's forward, made before the compiled forward runs."""
 
     def __init__(
         self, unit: nn.Module, forward: Callable[..., Any], arguments: Any, differentiated: Callable[[], None]

@@ -21,11 +21,7 @@ _RUN, _KERNEL = "model_run", "_kernel_time"
 
 
 def session_options(threads: int) -> Any:
-    """Return options for one session, as an ``onnxruntime.SessionOptions``.
-
-    Args:
-        threads: number of threads of one operator.
-    """
+    """Return options for one session, as an ``onnxruntime.SessionOptions``."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -47,12 +43,7 @@ def report_session(session: Any) -> None:
 
 
 def register_arena(device: torch.device, provider: str) -> None:
-    """Register ONNX Runtime's allocator of a device in this process, from which all sessions take memory.
-
-    Args:
-        device: the device of the sessions' tensors.
-        provider: name of ONNX Runtime's provider for the device.
-    """
+    """Register ONNX Runtime's allocator of a device in this process, from which all sessions take memory."""
     if device in _with_arena:
         return
     _with_arena.add(device)
@@ -67,11 +58,7 @@ def register_arena(device: torch.device, provider: str) -> None:
 
 
 class SessionProfiles:
-    """The profiles of nodes of all sessions that are made while ``ort-zero profile`` runs a script.
-
-    Args:
-        prefix: beginning of the names of the files that sessions write.
-    """
+    """The profiles of nodes of all sessions that are made while ``ort-zero profile`` runs a script."""
 
     def __init__(self, prefix: str):
         self.prefix = prefix
@@ -79,14 +66,11 @@ class SessionProfiles:
         """For each session, the number of its runs when each profiled step began."""
         self._steps = 0
         """Number of profiled steps that have begun."""
-        self.late_sessions = 0
-        """Number of sessions that were made while steps were profiled."""
         _recording[:] = [self]
 
     def note(self, session: Any) -> None:
         """Note a new session."""
         self._marks[session] = [0] * self._steps
-        self.late_sessions += self._steps > 0
 
     def begin_step(self) -> None:
         """Mark in every recorded session how many runs came before the step that begins."""

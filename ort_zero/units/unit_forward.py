@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ort_zero.compat.deepspeed_parameters import full_size
+from ort_zero.compat.deepspeed import full_size
 from ort_zero.compat.torch_compile import called_module, in_backward, is_dynamos, is_taken_apart, saves_plainly
 from ort_zero.compat.torch_modules import parameters_of
 from ort_zero.units.placement.agreement import Runner
@@ -62,12 +62,6 @@ class UnitForward:
     A deep copy of the unit gets a copy that runs the copied unit. A pickle holds the unit's own forward instead, so
     that it can be loaded without ort_zero. A shallow copy, which has this object from the original, loses it at its
     first call and runs its own forward.
-
-    Args:
-        unit: the unit.
-        runner: compiles the unit's forward, and decides when PyTorch runs the unit.
-        original: the unit's own forward, called with the unit and the arguments.
-        compiled: the compiled forward; None compiles `original`.
     """
 
     def __init__(

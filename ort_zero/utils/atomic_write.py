@@ -30,9 +30,7 @@ def removed_on_error(path: Path, *, durable: bool = False, buffering: int = -1) 
     """Open `path` for writing in the block, and remove the file if the block raises.
 
     Args:
-        path: the file, which is created or emptied.
         durable: flush the bytes to the disk at the end, so that they survive a loss of power.
-        buffering: as for :func:`open`; 0 for no buffer.
 
     Raises:
         OSError: the file cannot be written.
@@ -93,11 +91,6 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any, **options: Any) -> None:
     """Write `value` as JSON into `path`, in place of an existing file.
-
-    Args:
-        path: the file.
-        value: a value that :func:`json.dumps` accepts.
-        options: options of :func:`json.dumps`, such as ``indent``.
 
     Raises:
         OSError: the file cannot be written; no incomplete file stays.

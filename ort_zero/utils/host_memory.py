@@ -14,12 +14,7 @@ _LARGE = 8 << 20
 
 
 def host_memory(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a 1-D tensor in CPU memory with undefined values; a large tensor gets large pages on first use.
-
-    Args:
-        elements: number of elements.
-        dtype: type of the elements.
-    """
+    """Return a 1-D tensor in CPU memory with undefined values; a large tensor gets large pages on first use."""
     size = elements * dtype.itemsize
     if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(elements, dtype=dtype)

@@ -27,10 +27,6 @@ def masked_as_in(text: str, url: str) -> str:
     """Return `text` masked, with ``***`` also for each secret of `url` that occurs outside of the URL.
 
     Errors of libraries below fsspec may quote a bucket, a user or a query parameter without the URL.
-
-    Args:
-        text: the text, such as the message of an error.
-        url: the URL that the text is about.
     """
     text = masked(text)
     for secret in sorted(_secrets_of(url), key=len, reverse=True):

@@ -21,11 +21,7 @@ def activate(active: bool) -> None:
 
 
 class named_range:
-    """A context manager and decorator that records its block as a range of torch.profiler, if recording is on.
-
-    Args:
-        name: begins with one of the names above.
-    """
+    """A context manager and decorator that records its block as a range of torch.profiler, if recording is on."""
 
     __slots__ = ("_name", "_record")
 

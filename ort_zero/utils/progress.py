@@ -12,15 +12,23 @@ hidden: list[bool] = []
 """Has an element while a command with ``--quiet`` runs: no bar is shown."""
 
 
-class Bar:
+class bar:
     """A progress bar that counts also where it is not shown; :meth:`update` may be called from any thread.
 
-    Attributes:
-        n: number of units that are done.
+    Args:
+        total: number of units; None if it is unknown before the first ``move()``.
+        what: name of the work.
+        unit: unit of the numbers; bytes are shown as KiB, MiB, ... with their speed, others with the time so far.
+        shown: False on ranks and with options without a bar.
+        delay: seconds of work before a bar appears.
+        done: number of units that count as done at the begin.
     """
 
-    def __init__(self, total: int | None, what: str, unit: str, shown: bool, delay: float, done: int = 0):
+    def __init__(
+        self, total: int | None, what: str, unit: str = "B", *, shown: bool = True, delay: float = 1, done: int = 0
+    ):
         self.n: float = done
+        """Number of units that are done."""
         self._total, self._what, self._unit = total, what, unit
         # the stream of now: work may replace sys.stderr in the meantime
         self._stream: Any = sys.stderr if shown and not hidden and sys.stderr is not None else None
@@ -83,22 +91,8 @@ class Bar:
         if shown is not None:
             shown.stop()
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> bar:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def bar(total: int | None, what: str, unit: str = "B", *, shown: bool = True, delay: float = 1, done: int = 0) -> Bar:
-    """Return a bar that counts `total` units; ``update(n)`` from any thread, ``close()`` at the end.
-
-    Args:
-        total: number of units; None if it is unknown before the first ``move()``.
-        what: name of the work.
-        unit: unit of the numbers; bytes are shown as KiB, MiB, ... with their speed, others with the time so far.
-        shown: False on ranks and with options without a bar.
-        delay: seconds of work before a bar appears.
-        done: number of units that count as done at the begin.
-    """
-    return Bar(total, what, unit, shown, delay, done)

@@ -40,43 +40,27 @@ class ScriptFailure(Exception):
         self.tail = list(tail)
 
 
-def split_launcher(launcher: str) -> tuple[str, ...]:
-    """Return the arguments of a launcher's command line.
+def command_line(script: Path, arguments: Sequence[str], launcher: str | None = None) -> list[str]:
+    """Return the command line that starts a script, behind the words of a launcher such as ``deepspeed --num_gpus 2``.
 
     Raises:
-        ConfigError: a quote is not closed, or there are no arguments.
-    """
-    try:
-        arguments = tuple(shlex.split(launcher))
-    except ValueError as error:
-        raise ConfigError(f"--launcher {launcher!r}: {error}") from None
-    if not arguments:
-        raise ConfigError("--launcher is empty")
-    return arguments
-
-
-def require_script(script: Path, launcher: Sequence[str] = ()) -> None:
-    """Refuse a script or a launcher that cannot be started.
-
-    Raises:
-        ConfigError: the script, or the launcher's program, does not exist.
+        ConfigError: the script or the launcher's program does not exist, or the launcher is no command line.
     """
     if not script.is_file():
         raise ConfigError(f"the script {script} does not exist")
-    if launcher and _program_path(launcher[0]) is None:
-        raise ConfigError(f"--launcher: there is no program {launcher[0]!r}")
-
-
-def command_line(script: Path, arguments: Sequence[str], launcher: Sequence[str] = ()) -> list[str]:
-    """Return the command line that starts a script, as a list of arguments."""
-    before = [str(_program_path(launcher[0])), *launcher[1:]] if launcher else [sys.executable]
-    return [*before, str(script), *arguments]
-
-
-def _program_path(program: str) -> str | None:
-    """Return the path of a launcher's program, preferably beside this Python; None if it does not exist."""
-    beside = Path(sys.executable).parent / program
-    return str(beside) if beside.is_file() else shutil.which(program)
+    if launcher is None:
+        return [sys.executable, str(script), *arguments]
+    try:
+        words = shlex.split(launcher)
+    except ValueError as error:  # a quote is not closed
+        raise ConfigError(f"--launcher {launcher!r}: {error}") from None
+    if not words:
+        raise ConfigError("--launcher is empty")
+    beside = Path(sys.executable).parent / words[0]  # not on PATH where Python is called by its path
+    program = str(beside) if beside.is_file() else shutil.which(words[0])
+    if program is None:
+        raise ConfigError(f"--launcher: there is no program {words[0]!r}")
+    return [program, *words[1:], str(script), *arguments]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +76,7 @@ class RequestedRun:
 
 
 def run_with_request(
-    command: Sequence[str],
-    variable: str,
-    request: Mapping[str, Any],
-    is_done: Callable[[list[Any]], bool] = bool,
+    command: Sequence[str], variable: str, request: Mapping[str, Any], is_done: Callable[[list[Any]], bool] = bool
 ) -> RequestedRun:
     """Run a command with a request in a file, until it ends or its ranks have written their reports, files of JSON.
 

@@ -12,9 +12,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), separato
     """Return one line per row, with no spaces at its end.
 
     Args:
-        rows: cells, the same number in each row.
         right: numbers of the columns that are aligned right; the others are aligned left.
-        separator: stands between two columns.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 

@@ -9,8 +9,6 @@ def shortened(names: Sequence[str], limit: int = 3, count: int | None = None) ->
     """Return the first names and the number of further names: ``"a, b, c and 4 more"``.
 
     Args:
-        names: all names, or at least the first `limit` of them.
-        limit: maximum number of names in the text.
         count: number of all names; None for the number of `names`.
     """
     more = (len(names) if count is None else count) - limit

@@ -13,13 +13,7 @@ from pathlib import Path
 
 
 def reason_not_to_trust(folder: Path) -> str | None:
-    """Return why another user may have written into `folder`, None if no other user can have done so.
-
-    Args:
-        folder: an existing folder or file.
-    """
-    if not hasattr(os, "geteuid"):
-        return None
+    """Return why another user may have written into `folder`, None if no other user can have done so."""
     # check the path as written, too: other users may replace a link in it
     checked: set[Path] = set()
     for path in (Path(os.path.abspath(folder)), folder.resolve()):

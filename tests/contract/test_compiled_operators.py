@@ -53,7 +53,7 @@ def test_whoever_waits_reads_for_what_and_doctor_finds_the_lock_of_a_killed_buil
     patches.apply()
     try:
         held = said_while_waiting(lock, capsys)
-        assert f"waiting for {lock}, there since 20" in held
+        assert f"waiting for {lock}; process" in held
         assert f"process {building.pid} (" in held and "rm " not in held
         assert torch_extensions.unheld_locks() == []
         building.kill()

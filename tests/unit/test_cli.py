@@ -16,7 +16,7 @@ import pytest
 from ort_zero import __version__
 from ort_zero.cli import main as cli
 from ort_zero.compat import deepspeed_programs, versions
-from ort_zero.doctor import machine as doctor
+from ort_zero.doctor import machine
 from ort_zero.errors import BuildError
 from ort_zero.plugin import loading
 from ort_zero.units.interface import Examination
@@ -143,7 +143,7 @@ def test_doctor_names_the_first_fix_and_asks_no_process_when_packages_are_wrong(
 @pytest.mark.parametrize(("name", "value"), [("ORT_ZERO_DISABLE", "1"), ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")])
 def test_doctor_sees_what_switches_the_plugin_off(healthy, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
-    assert doctor.examine().first_fix == f"unset {name}"
+    assert machine.examine().first_fix == f"unset {name}"
 
 
 @pytest.mark.parametrize("error", [BuildError("no compiler\nsecond line"), RuntimeError("a bug\nsecond line")])
@@ -176,7 +176,7 @@ def test_an_error_is_one_line_unless_debug(monkeypatch, use_backend, capsys, err
         ["stats", "merge", "--pt", "a", "--ort_dir", "b", "--output_dir", "c"],
         ["memory"],
         ["memory", "plan", "--config", "a"],
-        ["memory", "plan", "--config", "a", "--script", "b", "--lr", "0.1"],
+        ["memory", "plan", "--config", "a", "b", "--lr", "0.1"],
     ],
 )
 def test_wrong_usage_is_status_2_and_one_line(argv, capsys):
@@ -207,11 +207,11 @@ def test_a_missing_package_is_named_with_the_command_that_brings_it(use_backend,
     [
         ("explain train.py --launcher torchrun --json", ("train.py", "torchrun")),
         ("explain --launcher torchrun train.py", ("train.py", "torchrun")),
-        ("profile --script train.py --steps 2", ("train.py", None)),
-        ("memory plan --config ds.json --script train.py --budget 55%", ("train.py", None)),
+        ("profile train.py --steps 2", ("train.py", None)),
+        ("memory plan --config ds.json train.py --budget 55%", ("train.py", None)),
     ],
 )
 def test_what_follows_two_dashes_is_the_scripts(words, options):
     args = cli.make_parser().parse_args([*words.split(), "--", "--steps", "3", "--", "x"])
     assert args.arguments == ["--steps", "3", "--", "x"]
-    assert (args.script, args.launcher) == options
+    assert (str(args.script), args.launcher) == options

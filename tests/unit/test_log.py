@@ -261,13 +261,6 @@ def test_a_share_is_shown_once_it_is_settled(monkeypatch):
     assert len(text.splitlines()) == 1
 
 
-def test_box_characters_are_for_terminals_only(monkeypatch):
-    assert "│" in told(monkeypatch, Terminal(True)) and told(monkeypatch, Terminal(False)).isascii()
-    latin = Terminal(True)
-    latin.encoding = "iso-8859-1"
-    assert told(monkeypatch, latin).isascii()
-
-
 def test_it_is_for_rank_0_from_info_on(monkeypatch):
     assert told(monkeypatch, Terminal(False), "WARNING") == ""
     assert told(monkeypatch, Terminal(False), "DEBUG").startswith("[ort_zero rank 0] INFO GPT2LMHeadModel runs in ONNX")

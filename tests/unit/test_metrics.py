@@ -7,8 +7,7 @@ import pytest
 from ort_zero import config
 from ort_zero.errors import ConfigError
 from ort_zero.profiling import metrics as writer_module
-from ort_zero.profiling.figures import FIGURES, prometheus_text
-from ort_zero.profiling.metrics import MetricsWriter, path_of_rank
+from ort_zero.profiling.metrics import FIGURES, MetricsWriter, path_of_rank, prometheus_text
 
 STATUS = {
     "compiled": {"graphs": 2},

@@ -9,7 +9,7 @@ import sys
 
 SCRIPT = """
 import os, resource, sys
-from ort_zero.utils.open_files import allow_open_files
+from ort_zero.distributed.side_channel import allow_open_files
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
 print(allow_open_files(500), len([os.open(os.devnull, os.O_RDONLY) for _ in range(int(sys.argv[2]))]))
@@ -33,7 +33,7 @@ def test_the_systems_own_bound_stays():
 
 
 def test_a_limit_that_is_high_enough_stays():
-    from ort_zero.utils.open_files import allow_open_files
+    from ort_zero.distributed.side_channel import allow_open_files
 
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert before[0] - len(os.listdir("/proc/self/fd")) > 300

@@ -80,7 +80,7 @@ from ort_zero.plugin.summary import _drawn
 if sys.argv[1] == "bar":
     bar(2, "work", "run", delay=0).close()
 else:
-    _drawn([("feature", "state", "to switch it"), ("a", "on", "key")], 80, False)
+    _drawn([("feature", "state", "to switch it"), ("a", "on", "key")], 80)
 print(random.getstate() == expected, "rich.style" in sys.modules)
 """
 

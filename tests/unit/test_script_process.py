@@ -13,7 +13,7 @@ import pytest
 
 from ort_zero.errors import ConfigError
 from ort_zero.utils import script_process
-from ort_zero.utils.script_process import run_with_request, split_launcher
+from ort_zero.utils.script_process import command_line, run_with_request
 
 REPORTS = """
 import json, os, sys, time
@@ -53,4 +53,4 @@ def test_the_script_ends_with_the_command(tmp_path: Path, number: int):
 @pytest.mark.parametrize("words", ["", "deepspeed 'x"])
 def test_a_launcher_that_is_no_command_is_refused(words):
     with pytest.raises(ConfigError, match="--launcher"):
-        split_launcher(words)
+        command_line(Path(__file__), (), words)

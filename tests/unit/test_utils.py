@@ -46,9 +46,6 @@ def test_readable_sizes(shown, size, text):
 def test_the_cores_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5, 7}, raising=False)
     assert env.usable_cores() == 3
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert env.usable_cores() == 1
 
 
 def test_files_of_bytes_text_and_json(tmp_path):

@@ -33,7 +33,7 @@ from ort_zero.checkpoint.reads.training_state import (
 )
 from ort_zero.checkpoint.records import Source
 from ort_zero.checkpoint.saves import saving
-from ort_zero.compat.deepspeed_accumulation import drop_accumulated_gradients, micro_steps_since_step
+from ort_zero.compat.deepspeed import drop_accumulated_gradients, micro_steps_since_step
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError, CorruptCheckpointError

@@ -34,7 +34,7 @@ from ort_zero.checkpoint.saves.differing_values import (
     weights_unlike_masters,
 )
 from ort_zero.checkpoint.saves.staging import Staging
-from ort_zero.compat.deepspeed_accumulation import micro_steps_since_step
+from ort_zero.compat.deepspeed import micro_steps_since_step
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.distributed.side_channel import SideChannelGroup

@@ -188,9 +188,6 @@ def cast_to(b: Builder, x: Value, dtype: torch.dtype, is_written: bool = False) 
     """Return `x` in another dtype, with PyTorch's rules; NaN and numbers beyond integers' range have none.
 
     Args:
-        b: the builder.
-        x: the tensor.
-        dtype: the other dtype.
         is_written: whether the program writes the cast, so that `x` is rounded; decompositions of operators cast too.
     """
     if dtype is torch.bool:

@@ -28,17 +28,7 @@ from ort_zero.compile.conversion.fragments import (
 Conversion = Callable[..., Any]
 """Called with the builder, the results as nameless values, and all arguments of the ATen schema in order."""
 _TABLE: dict[Any, Conversion] = {}
-_FAMILIES = (
-    "activation",
-    "arithmetic",
-    "convolution",
-    "creation",
-    "indexing",
-    "matmul",
-    "normalization",
-    "reduction",
-    "views",
-)
+_FAMILIES = ("activation", "arithmetic", "creation", "layers", "reduction", "views")
 
 
 def converts(*overloads: Any) -> Callable[[Conversion], Conversion]:
@@ -86,10 +76,6 @@ def table() -> dict[Any, Conversion]:
 
 def convert(node: torch.fx.Node, widen: bool) -> Fragment:
     """Return the ONNX form of an FX node.
-
-    Args:
-        node: a node with fake tensors in ``meta["val"]``.
-        widen: compute 16-bit floats in float32.
 
     Raises:
         NotConvertibleError: ONNX Runtime cannot run the node.

@@ -1,4 +1,8 @@
-"""Convert views and copies: within a segment they are nodes, between segments PyTorch makes them of their base."""
+"""Convert views, copies and look-ups by index.
+
+Within a segment views are nodes, between segments PyTorch makes them of their base. Look-ups are those whose negative
+indices count from the end; others raise for one in PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -127,3 +131,12 @@ def _flip(b: Builder, out: Value, x: Value, dims: list[int]) -> Value:
     return b.op(
         "Slice", x, *(b.constant(values, torch.int64) for values in ([-1] * len(axes), ends, axes, [-1] * len(axes)))
     )
+
+
+@converts(aten.index.Tensor)
+def _index(b: Builder, out: Value, x: Value, indices: list[Value | None]) -> Value:
+    lookups = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(lookups) != 1 or lookups[0][1].dtype not in (torch.int64, torch.int32):
+        raise NotConvertibleError("a look-up by several tensors or by a mask")
+    dim, index = lookups[0]
+    return b.op("Gather", x, index, axis=dim)

@@ -9,6 +9,7 @@ same way.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -54,8 +55,10 @@ def _build_setup(original: Callable) -> Callable:
         if not has_section(self):
             original(self)
             return
-        deepspeed_hooks.register_with_root(self, _subscriber(self).hooks)
-        deepspeed_hooks.push_root(self.module)
+        self.hierarchy = 0
+        self.fwd_pre_hook = self.module.register_forward_pre_hook(_subscriber(self).hooks.start_of_forward)
+        self._register_deepspeed_module(self.module)  # with the method that the class has now, patched or not
+        sys.modules[deepspeed_hooks.MODULE].FWD_MODULE_STACK.append(self.module)
         deepspeed_units.hand_gradients_on(self.module)
 
     return setup_zero_stage3_hooks
@@ -99,23 +102,26 @@ def _guard(probe: Callable[[Callable], Any]) -> Callable[[Any], None]:
     return guard
 
 
-PATCHES = (
-    Patch(
-        target=deepspeed_hooks.SETUP_TARGET,
-        build=_build_setup,
-        why="ZeRO-3 hooks fit the engine that runs the model",
-        guard=_guard(deepspeed_hooks.probe_setup),
-    ),
-    Patch(
-        target=deepspeed_hooks.REGISTER_TARGET,
-        build=_build_register,
-        why="ZeRO-3 hooks that are registered again stay with that engine",
-        guard=_guard(deepspeed_hooks.probe),
-    ),
-    Patch(
-        target=deepspeed_hooks.DESTROY_TARGET,
-        build=_build_destroy,
-        why="a destroyed engine does not keep its model alive",
-        guard=defined_in(deepspeed_hooks.MODULE),
-    ),
+PATCHES = tuple(
+    Patch(target=f"{deepspeed_hooks.OFFLOAD}.{name}", build=build, why=why, guard=guard)
+    for name, build, why, guard in (
+        (
+            "setup_zero_stage3_hooks",
+            _build_setup,
+            "ZeRO-3 hooks fit the engine that runs the model",
+            _guard(deepspeed_hooks.probe_setup),
+        ),
+        (
+            "_register_deepspeed_module",
+            _build_register,
+            "ZeRO-3 hooks that are registered again stay with that engine",
+            _guard(deepspeed_hooks.probe),
+        ),
+        (
+            "destroy",
+            _build_destroy,
+            "a destroyed engine does not keep its model alive",
+            defined_in(deepspeed_hooks.MODULE),
+        ),
+    )
 )

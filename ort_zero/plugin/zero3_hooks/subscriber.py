@@ -68,13 +68,14 @@ class AfterBackward(torch.autograd.Function):
         """Count one more awaited gradient of the module's inputs."""
         tensor, ctx.action = inputs
         if tensor.requires_grad:
-            deepspeed_hooks.count_awaited_gradient(ctx.action.module)
+            ctx.action.module.ds_grads_remaining += 1
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple:
         """Run DeepSpeed's action after the module's backward, once the last gradient of its inputs is computed."""
         module = ctx.action.module
-        if deepspeed_hooks.gradient_arrived(module):
+        module.ds_grads_remaining -= 1
+        if module.ds_grads_remaining == 0:
             ctx.action.run(module)
         return (*grads, None)
 
@@ -116,16 +117,16 @@ class ZeROOffloadSubscriber:
         A module that is reachable on two paths gets its hooks twice, as in DeepSpeed.
         """
         self._actions = []
-        module_handles: list[Any] = []
-        tensor_handles: list[Any] = []
-        self._register(root, module_handles, tensor_handles)
-        deepspeed_hooks.hand_over(self.offload, module_handles, [*tensor_handles, _ActionsHandle(self._actions)])
+        self._register(root)
+        self.offload.backward_hooks.append(_ActionsHandle(self._actions))
 
-    def _register(self, module: torch.nn.Module, module_handles: list[Any], tensor_handles: list[Any]) -> None:
+    def _register(self, module: torch.nn.Module) -> None:
         """Register the hooks in DeepSpeed's order: children before their parent, and none inside of a leaf module."""
-        if not deepspeed_hooks.is_leaf(module):
+        from deepspeed.utils import z3_leaf_module
+
+        if not z3_leaf_module(module):
             for child in module.children():
-                self._register(child, module_handles, tensor_handles)
+                self._register(child)
         self._store_actions(module)
 
         # Functions, not bound methods: deepcopy of a hooked module would copy a bound method's subscriber with its
@@ -142,10 +143,11 @@ class ZeROOffloadSubscriber:
         def before_tensors(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
             return self._pass_inputs(module, args, kwargs)
 
-        module_handles.append(module.register_forward_pre_hook(before_module))
-        module_handles.append(module.register_forward_hook(after_module))
-        tensor_handles.append(module.register_forward_hook(after_tensors))
-        tensor_handles.append(module.register_forward_pre_hook(before_tensors, with_kwargs=True))
+        offload = self.offload
+        offload.forward_hooks.append(module.register_forward_pre_hook(before_module))
+        offload.forward_hooks.append(module.register_forward_hook(after_module))
+        offload.backward_hooks.append(module.register_forward_hook(after_tensors))
+        offload.backward_hooks.append(module.register_forward_pre_hook(before_tensors, with_kwargs=True))
 
     def _store_actions(self, module: torch.nn.Module) -> None:
         """Store the two actions of `module`, in place of the actions of an earlier registration."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import xxhash
 
 from ort_zero import env
-from ort_zero.compat.deepspeed_parameters import full_shape
+from ort_zero.compat.deepspeed import full_shape
 from ort_zero.compat.versions import installed
 from ort_zero.distributed.run_id import run_id
 from ort_zero.statistics.collect.module_calls import clean_path

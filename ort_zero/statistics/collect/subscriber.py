@@ -9,8 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ort_zero.compat.deepspeed import local_part
-from ort_zero.compat.deepspeed_parameters import full_shape
+from ort_zero.compat.deepspeed import full_shape, local_part
 from ort_zero.errors import StatisticsError
 from ort_zero.log import get_logger
 from ort_zero.statistics.collect import tensor_statistics

@@ -74,9 +74,6 @@ class Agreement:
         """Propose the runtime with the shortest run to all ranks, and return their decision: the first rank's.
 
         Args:
-            key: name of the segment's model, or of equal units.
-            in_ort: seconds of the runs in ONNX Runtime.
-            in_torch: seconds of the runs in PyTorch.
             slowdown: ONNX Runtime may take this multiple of PyTorch's seconds.
         """
         gain = min(in_torch) - min(in_ort)

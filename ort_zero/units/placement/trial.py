@@ -80,10 +80,7 @@ class Trial:
         """Return the results of one run, and decide on what follows.
 
         Args:
-            by_ort: runs the segment in ONNX Runtime.
-            by_torch: runs the segment in PyTorch.
             judges: returns what the two are compared with where they differ.
-            agreement: the decisions of all ranks.
             sizes: the sizes of inputs and results, hashable.
         """
         self.runs += 1
@@ -130,11 +127,7 @@ class Trial:
         self._fail(f"ONNX Runtime failed: {' '.join(str(error).split())[:300]}", agreement)
 
     def _checked(
-        self,
-        by_ort: Callable[[], Outputs],
-        by_torch: Callable[[], Outputs],
-        judges: Judges,
-        agreement: Agreement,
+        self, by_ort: Callable[[], Outputs], by_torch: Callable[[], Outputs], judges: Judges, agreement: Agreement
     ) -> Outputs:
         results = _in_ort(by_ort)
         if self.verify != "off":

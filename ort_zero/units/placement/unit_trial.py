@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ort_zero.compat.deepspeed_parameters import full_shape
+from ort_zero.compat.deepspeed import full_shape
 from ort_zero.compat.torch_compile import tree_leaves
 from ort_zero.compat.torch_modules import parameters_of
 from ort_zero.units.placement.agreement import Agreement, Runner
@@ -30,17 +30,11 @@ class UnitTrial:
 
     Args:
         key: name of the units' content, the same on all ranks and in all processes.
-        agreement: the decisions of all ranks.
-        clock: returns the time in seconds.
         slowdown: units stay compiled while they take at most this multiple of their time in PyTorch.
     """
 
     def __init__(
-        self,
-        key: str,
-        agreement: Agreement,
-        clock: Callable[[], float] = time.perf_counter,
-        slowdown: float = 1.0,
+        self, key: str, agreement: Agreement, clock: Callable[[], float] = time.perf_counter, slowdown: float = 1.0
     ):
         self._key = key
         self._agreement = agreement
@@ -61,13 +55,6 @@ class UnitTrial:
         self, compiled: Callable[..., Any], original: Callable[..., Any], unit: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, bool]:
         """Call a unit and time the call; calls run compiled and in plain PyTorch by turns.
-
-        Args:
-            compiled: the compiled forward.
-            original: the unit's own forward.
-            unit: the unit.
-            args: positional arguments of both.
-            kwargs: keyword arguments of both.
 
         Returns:
             The unit's results; True if `compiled` ran, False if `original` did.

@@ -171,7 +171,7 @@ def in_folder(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 def test_the_command_plans_what_a_training_then_keeps(tmp_path: Path):
-    plan = ["-m", "ort_zero", "memory", "plan", "--config", "ds.json", "--script", "script.py"]
+    plan = ["-m", "ort_zero", "memory", "plan", "--config", "ds.json", "script.py"]
     done = in_folder(tmp_path, *plan, "--budget", "60%", "--budget", "1kB", "--json")
     assert done.returncode == 0, done.stderr
     planned, least = json.loads(done.stdout)["plans"]

@@ -113,7 +113,7 @@ def test_profile_divides_a_compiled_step(tmp_path: Path):
     alone = SCRIPT.replace(wrapped, 'torch.compile(Net(), backend="aot_eager")')
     skip_unless_torch_can(lambda: exec(alone, {}))
     options = ("--steps", "2", "--warmup", "3", "--trace", "trace.json", "--json")
-    done = command(tmp_path, "profile", "--script", "script.py", *options)
+    done = command(tmp_path, "profile", "script.py", *options)
     assert done.returncode == 0, done.stderr
     kernels = {part["name"] for part in json.loads(done.stdout)["ort"]["parts"] if part["kind"] == "kernels"}
     assert kernels & {"Gemm", "FusedMatMul", "MatMul"} and "aten::linalg_matrix_exp" in kernels

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ort_zero.compat.torch_precision import computes_in_tf32
+from ort_zero.compat.torch_compile import computes_in_tf32
 
 PRODUCTS = torch.backends.cuda.matmul
 

@@ -1,4 +1,8 @@
-"""Convert convolutions and pooling; their gradients have no ONNX operator, and PyTorch runs them."""
+"""Convert products of matrices, convolutions, pooling and normalizations.
+
+The gradients of convolutions and pooling have no ONNX operator, and PyTorch runs them. Normalizations without a kernel
+in ONNX Runtime are decomposed, or stay whole in PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,26 @@ from ort_zero.compile.conversion.fragments import Builder, NotConvertibleError, 
 from ort_zero.compile.conversion.registry import converts
 
 aten = torch.ops.aten
+
+
+def _require_float(out: Value) -> None:
+    if not out.dtype.is_floating_point:
+        raise NotConvertibleError("a product of matrices of integers")
+
+
+@converts(aten.mm.default, aten.bmm.default)
+def _product(b: Builder, out: Value, x: Value, y: Value) -> Value:
+    _require_float(out)
+    return b.op("MatMul", x, y)
+
+
+@converts(aten.addmm.default)
+def _sum_and_product(b: Builder, out: Value, bias: Value, x: Value, y: Value, beta: Any, alpha: Any) -> Value:
+    _require_float(out)
+    if beta == 0:
+        product = b.op("MatMul", x, y)
+        return product if alpha == 1 else b.op("Mul", product, b.number(alpha, out.dtype))
+    return b.op("Gemm", x, y, bias, alpha=float(alpha), beta=float(beta))
 
 
 @converts(aten.convolution.default)
@@ -68,4 +92,32 @@ def _average_pool(
         strides=stride,
         pads=[*padding, *padding],
         count_include_pad=int(count_include_pad),
+    )
+
+
+@converts(aten.native_layer_norm.default)
+def _layer_norm(
+    b: Builder,
+    out: tuple[Value, ...],
+    x: Value,
+    shape: list[Size],
+    weight: Value | None,
+    bias: Value | None,
+    epsilon: float,
+) -> tuple[Value, ...]:
+    if x.dtype is torch.float64:
+        raise NotConvertibleError("a layer norm of float64, whose statistics ONNX Runtime returns as float32")
+    if all(size == 1 for size in shape):
+        raise NotConvertibleError("a layer norm of single elements, which ONNX Runtime 1.22 refuses")
+    if weight is None:
+        weight = b.expand(b.constant(1, x.dtype), shape)
+    return b.ops(
+        "LayerNormalization",
+        3,
+        x,
+        weight,
+        *([bias] if bias is not None else []),
+        dtypes=[x.dtype, torch.float32, torch.float32],
+        axis=-len(shape),
+        epsilon=float(epsilon),
     )
