@@ -28,13 +28,35 @@ class RankGroup:
     broken = False
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank, on every rank. All ranks must call."""
-        return [value]
+        """Return the value of every rank, on every rank. All ranks must call.
+
+        Raises:
+            CheckpointError: a rank is gone.
+        """
+        return self._reached(self._exchange, value)
 
     def gather_to_first(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every rank on rank 0, nothing on the others. All ranks must call."""
-        parts = self.gather(data)
+        """Return the bytes of every rank on rank 0, nothing on the others; as :meth:`gather`."""
+        return self._reached(self._collect, data)
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """Return the value of every rank; raise RuntimeError if a rank does not answer."""
+        return [value]
+
+    def _collect(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank on rank 0, nothing on the others; raise RuntimeError as :meth:`_exchange`."""
+        parts = self._exchange(data)
         return parts if self.rank == 0 else []
+
+    def _reached(self, collective: Callable[[Any], list[Any]], value: Any) -> list[Any]:
+        try:
+            return collective(value)
+        except RuntimeError as error:
+            self.broken = True
+            raise CheckpointError(
+                "another rank is gone, or did not answer in time (saves, loads and the like must be called on all "
+                f"ranks): {first_line_of(error)}"
+            ) from error
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value on every rank. All ranks must call."""
@@ -83,54 +105,7 @@ class RankGroup:
         """Release the connections between the ranks."""
 
 
-class PeerGroup(RankGroup):
-    """A group of several ranks, any of which may end early; the base class of groups with a connection."""
-
-    def _exchange(self, value: Any) -> list[Any]:
-        """Return the value of every rank.
-
-        Raises:
-            RuntimeError: a rank does not answer.
-        """
-        raise NotImplementedError
-
-    def _collect(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every rank on rank 0, nothing on the others.
-
-        Raises:
-            RuntimeError: a rank does not answer.
-        """
-        parts = self._exchange(data)
-        return parts if self.rank == 0 else []
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank, on every rank. All ranks must call.
-
-        Raises:
-            CheckpointError: a rank is gone.
-        """
-        return self._reached(self._exchange, value)
-
-    def gather_to_first(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every rank on rank 0, nothing on the others. All ranks must call.
-
-        Raises:
-            CheckpointError: a rank is gone.
-        """
-        return self._reached(self._collect, data)
-
-    def _reached(self, collective: Callable[[Any], list[Any]], value: Any) -> list[Any]:
-        try:
-            return collective(value)
-        except RuntimeError as error:
-            self.broken = True
-            raise CheckpointError(
-                "another rank is gone, or did not answer in time (saves, loads and the like must be called on all "
-                f"ranks): {first_line_of(error)}"
-            ) from error
-
-
-class TorchProcessGroup(PeerGroup):
+class TorchProcessGroup(RankGroup):
     """The ranks of a process group of torch.
 
     Args:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ort_zero.compat.torch_distributed import default_store, default_timeout
-from ort_zero.distributed.raise_on_all_ranks import PeerGroup
+from ort_zero.distributed.raise_on_all_ranks import RankGroup
 
 _LENGTH = 8
 """Bytes of the message with the length of a rank's data."""
@@ -24,7 +24,7 @@ _SPARE = 256
 """Number of files that the process may open besides its connections."""
 
 
-class SideChannelGroup(PeerGroup):
+class SideChannelGroup(RankGroup):
     """The group of all ranks over a connection of its own. All ranks must construct it, in the same order.
 
     Raises:

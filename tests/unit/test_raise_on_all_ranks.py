@@ -6,12 +6,12 @@ import signal
 
 import pytest
 
-from ort_zero.distributed.raise_on_all_ranks import PeerGroup, RankGroup
+from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.distributed.sigint import interrupts_deferred
 from ort_zero.errors import CheckpointError, ConfigError, RankError
 
 
-class Scripted(PeerGroup):
+class Scripted(RankGroup):
     """Rank 1 of three; the others report what the script says."""
 
     rank, size = 1, 3

@@ -14,7 +14,7 @@ class ThreadGroup(RankGroup):
     def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier):
         self.rank, self.size, self._values, self._barrier = rank, len(values), values, barrier
 
-    def gather(self, value: Any) -> list[Any]:
+    def _exchange(self, value: Any) -> list[Any]:
         self._values[self.rank] = value
         self._barrier.wait(30)
         found = list(self._values)
