@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from ort_zero.compat.torch_distributed import default_store, is_collective_error
 from ort_zero.distributed.missing_ranks import in_a_line, key_of, say
@@ -28,8 +29,8 @@ _STORE_SECONDS = 10.0
 _EXIT_STATUS = 1
 _failures = 0
 """Number of runs that have failed on this rank."""
-_watches: queue.SimpleQueue[_Watch | None] | None = None
-"""The queue of the watching thread, in which None ends the thread; None before the thread starts."""
+_watches: queue.SimpleQueue[tuple[Any, ...] | None] | None = None
+"""The arguments of :func:`_watch` for the watching thread, which None ends; None before the thread starts."""
 _ends = threading.Event()
 """Set when the interpreter of this process ends."""
 
@@ -50,12 +51,12 @@ def prepare() -> None:
     atexit.register(_stop, thread, _watches)
 
 
-def _work(watches: queue.SimpleQueue[_Watch | None]) -> None:
-    while (watch := watches.get()) is not None and not _ends.is_set():  # a failure after the end has no effect
-        watch.run()
+def _work(watches: queue.SimpleQueue[tuple[Any, ...] | None]) -> None:
+    while (failure := watches.get()) is not None and not _ends.is_set():  # a failure after the end has no effect
+        _watch(*failure)
 
 
-def _stop(thread: threading.Thread, watches: queue.SimpleQueue[_Watch | None]) -> None:
+def _stop(thread: threading.Thread, watches: queue.SimpleQueue[tuple[Any, ...] | None]) -> None:
     """End the thread: a thread that calls the store while the interpreter ends aborts the process (status -6)."""
     _ends.set()
     watches.put(None)
@@ -80,48 +81,39 @@ def report(error: BaseException) -> None:
 
     Returns at once. Does nothing before :func:`prepare`, and for the error of a collective.
     """
+    import torch.distributed as dist
+
     global _failures
     if _watches is None or is_collective_error(error):
         return
     _failures += 1
-    _watches.put(_Watch(_failures, in_a_line(error)))
+    # what the script may destroy next is read now
+    _watches.put((default_store(), dist.get_rank(), dist.get_world_size(), _failures, in_a_line(error)))
 
 
-class _Watch:
-    """The wait for all other ranks to fail as often as this rank."""
-
-    def __init__(self, number: int, reason: str):
-        import torch.distributed as dist
-
-        self._number, self._reason = number, reason
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._store = default_store()
-
-    def run(self) -> None:
-        """Write the failure to the store; return once all ranks have failed as often, else end this process."""
-        deadline = time.monotonic() + SECONDS
-        with suppress(Exception):  # an unreachable store means that its host, and so the job, has ended
-            self._store.set(key_of(self._rank, "error"), self._reason)
-            self._store.set(key_of(self._rank, "failures"), str(self._number))
-            if self._wait(deadline):
-                self._store.delete_key(key_of(self._rank, "error"))
-                return
-        if _ends.wait(max(0.0, deadline - time.monotonic())):
-            return
-        _end(f"this rank has failed, and others have not: {self._reason}; they wait for it in a collective, so that "
-             "this process ends")  # fmt: skip
-
-    def _wait(self, deadline: float) -> bool:
-        """Return whether all ranks fail as often as this rank before the deadline and before this process ends."""
-        while not all(self._failures_of(rank) >= self._number for rank in range(self._size)):
+def _watch(store: Any, rank: int, size: int, number: int, reason: str) -> None:
+    """Return once all ranks have failed as often as this one, `number` times; else end this process for a reason."""
+    deadline = time.monotonic() + SECONDS
+    with suppress(Exception):  # an unreachable store means that its host, and so the job, has ended
+        store.set(key_of(rank, "error"), reason)
+        store.set(key_of(rank, "failures"), str(number))
+        while not all(_failures_of(store, other) >= number for other in range(size)):
             if time.monotonic() > deadline or _ends.wait(0.2):
-                return False
-        return True
+                break
+        else:
+            store.delete_key(key_of(rank, "error"))
+            return
+    if not _ends.wait(max(0.0, deadline - time.monotonic())):
+        _end(
+            f"this rank has failed, and others have not: {reason}; they wait for it in a collective, so that this "
+            "process ends"
+        )
 
-    def _failures_of(self, rank: int) -> int:
-        """Return the number of runs that have failed on `rank`."""
-        key = key_of(rank, "failures")
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+def _failures_of(store: Any, rank: int) -> int:
+    """Return the number of runs that have failed on `rank`."""
+    key = key_of(rank, "failures")
+    return int(store.get(key)) if store.check([key]) else 0
 
 
 def _end(text: str) -> None:
