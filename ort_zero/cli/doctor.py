@@ -105,29 +105,12 @@ def text_of(report: machine.Report) -> str:
     for v in report.versions:
         state = ("untested" if v.untested else "ok") if v.ok else "FIX"
         rows.append((state, v.name, v.found or "missing", v.needed))
-    for name, version in (("accelerate", report.accelerate), ("transformers", report.transformers)):
+    for name, version in report.optional.items():
         rows.append(("ok" if version else "-", name, version or "missing", "(optional)"))
     lines = aligned(rows)
-    extensions = f"{'built' if report.extensions_built else 'not built yet'}, {report.extensions_dir or 'nowhere yet'}"
-    if report.engine == "compile":
-        extensions = "none needed"
-    facts = {
-        "engine": _ENGINES[report.engine],
-        "ort_zero": report.ort_zero,
-        "python": report.python,
-        "platform": f"{report.platform}, {report.libc or 'unknown C library'}",
-        "compiler": report.compiler or "none",
-        "extensions": extensions,
-        "ninja": report.ninja or "none: DeepSpeed cannot compile its operators (pip install ninja)",
-        "providers": ", ".join(report.providers) or "none",
-        "cores": f"{report.cores}, {report.threads_per_rank} thread(s) per rank",
-        "entry point": "installed" if report.entry_point else "not installed",
-        "cpu memory": report.cpu_memory,
-        "temporary": report.temporary,
-    }
-    facts |= {"environment" if i == 0 else " " * i: f"{n}={v}" for i, (n, v) in enumerate(report.environment.items())}
-    lines.append("")
-    lines += [f"{name.ljust(12)} {value}" for name, value in facts.items()]
+    lines += ["", *(f"{name:12} {value}" for name, value in report.facts.items())]
+    variables = (f"{name}={value}" for name, value in report.environment.items())
+    lines += [f"{'' if index else 'environment':12} {text}" for index, text in enumerate(variables)]
     lines.append("")
     if report.problems:
         lines += [f"problem: {problem.what}" for problem in report.problems]
@@ -137,9 +120,3 @@ def text_of(report: machine.Report) -> str:
     else:
         lines.append("ready: models can be trained in ONNX Runtime")
     return "\n".join(lines)
-
-
-_ENGINES = {
-    "compile": "compile: torch.compile with plain onnxruntime",
-    "ortmodule": "ortmodule: ORTModule of onnxruntime-training",
-}

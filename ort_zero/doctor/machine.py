@@ -15,7 +15,6 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
 from ort_zero import __version__, env
 from ort_zero.compat import deepspeed_programs, torch_extensions, versions
@@ -26,6 +25,11 @@ from ort_zero.utils.sizes import binary_size
 
 _ASK_PROVIDERS = "import onnxruntime; print('providers', *onnxruntime.get_available_providers())"
 _ASK_SECONDS = 300
+_ENGINES = {
+    "compile": "compile: torch.compile with plain onnxruntime",
+    "ortmodule": "ortmodule: ORTModule of onnxruntime-training",
+    "torch": "torch: PyTorch runs the model",
+}
 _PREFIXES = ("ORT_ZERO_", "ORTMODULE_", "DS_", "TORCH_EXTENSIONS", "TORCH_DEVICE", "CUDA_", "ROCM_")
 _NAMES = frozenset(
     "CC CXX GLIBC_TUNABLES HOME LD_LIBRARY_PATH MALLOC_MMAP_THRESHOLD_ MALLOC_TRIM_THRESHOLD_ OMP_NUM_THREADS TMPDIR "
@@ -46,34 +50,11 @@ class Problem:
 class Report:
     """The findings of :func:`examine` about the installation."""
 
-    engine: str
-    """The engine that runs models: ``"compile"`` (plain onnxruntime) or ``"ortmodule"`` (onnxruntime-training)."""
-    python: str
-    """Path of the interpreter."""
-    platform: str
     versions: tuple[versions.Finding, ...]
-    accelerate: str | None
-    transformers: str | None
-    compiler: str | None
-    extensions_built: bool
-    extensions_dir: Path | None
-    """None for the engine "compile", which has no extensions, and while ORTModule lacks packages."""
-    providers: tuple[str, ...]
-    """Execution providers of onnxruntime; empty if it is missing or cannot be imported."""
-    cores: int
-    threads_per_rank: int
-    entry_point: bool
-    """True if ``import torch`` finds ort_zero."""
-    ort_zero: str
-    """Version of ort_zero."""
-    libc: str
-    """Name and version of the C library; "musl" or empty where it is not glibc."""
-    ninja: str | None
-    """Path of the program ninja, with which torch compiles DeepSpeed's operators."""
-    cpu_memory: str
-    """The measures of ``"cpu_memory"`` that this machine allows, in words."""
-    temporary: str
-    """Folder for temporary files, and its free space."""
+    optional: dict[str, str | None]
+    """The versions of packages that help; None for a missing one."""
+    facts: dict[str, str]
+    """What works here, in words: engine, interpreter, platform, tools, providers, cores, folders."""
     environment: dict[str, str]
     """Environment variables that change the behaviour of ort_zero, ORTModule, DeepSpeed or torch; secrets masked."""
     problems: tuple[Problem, ...]
@@ -128,25 +109,27 @@ def examine() -> Report:
         what = "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading ort_zero"
         problems.append(Problem(what, "unset TORCH_DEVICE_BACKEND_AUTOLOAD"))
     names = [name for name in sorted(os.environ) if name.startswith(_PREFIXES) or name in _NAMES]
+    extensions = f"{'built' if examination.built else 'not built yet'}, {examination.directory or 'nowhere yet'}"
+    libc = " ".join(platform.libc_ver()).strip() or ("musl" if versions.on_musl() else "unknown C library")
+    ninja = shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))
+    facts = {
+        "engine": _ENGINES[engine],
+        "ort_zero": __version__,
+        "python": sys.executable,
+        "platform": f"{platform.platform()}, {libc}",
+        "compiler": examination.compiler or deepspeed_programs.compiler() or "none",
+        "extensions": "none needed" if engine == "compile" else extensions,
+        "ninja": ninja or "none: DeepSpeed cannot compile its operators (pip install ninja)",
+        "providers": ", ".join(providers) or "none",
+        "cores": f"{env.usable_cores()}, {env.threads_per_rank()} thread(s) per rank",
+        "entry point": "installed" if entry_point else "not installed",
+        "cpu memory": measures.offered(),
+        "temporary": _temporary(),
+    }
     return Report(
-        engine=engine,
-        python=sys.executable,
-        platform=platform.platform(),
         versions=findings,
-        accelerate=versions.installed("accelerate"),
-        transformers=versions.installed("transformers"),
-        compiler=examination.compiler or deepspeed_programs.compiler(),
-        extensions_built=examination.built,
-        extensions_dir=examination.directory,
-        providers=providers,
-        cores=env.usable_cores(),
-        threads_per_rank=env.threads_per_rank(),
-        entry_point=entry_point,
-        ort_zero=__version__,
-        libc=" ".join(platform.libc_ver()).strip() or ("musl" if versions.on_musl() else ""),
-        ninja=shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable)),
-        cpu_memory=measures.offered(),
-        temporary=_temporary(),
+        optional={name: versions.installed(name) for name in ("accelerate", "transformers")},
+        facts=facts,
         environment={name: masked(os.environ[name]) for name in names},
         problems=tuple(problems),
         first_fix=problems[0].fix if problems else None,

@@ -79,7 +79,7 @@ def test_doctor_of_a_healthy_machine_is_one_paste_for_a_report_and_masks_secrets
     assert cli.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is True and report["first_fix"] is None and report["problems"] == []
-    assert report["versions"][0]["name"] == "torch" and report["extensions_dir"] == "/cache/x"
+    assert report["versions"][0]["name"] == "torch" and report["facts"]["extensions"] == "built, /cache/x"
 
 
 @pytest.fixture
