@@ -62,7 +62,8 @@ class Compiler:
         if self._unit and compiled_backward.names_missing_gradients():
             raise ExportError("an autograd.Function in it tells missing gradients from zeros (set_materialize_grads)")
         reason = self.recompilations.note_graph()
-        observing.passes[-1].follow_gradients(module)
+        for passes in observing.passes:
+            passes.follow_gradients(module)
         replace_gelus(module)
         if name := _traced_otherwise(module):
             if self._unit:
@@ -234,7 +235,8 @@ def _prepare(module: GraphModule, direction: str) -> None:
     if direction == "forward":
         torch_compile.allow_second_backwards()
     elif direction == "inference":
-        observing.passes[-1].remove_pass_throughs(module.graph)
+        for passes in observing.passes:
+            passes.remove_pass_throughs(module.graph)
     for node in module.graph.find_nodes(op="get_attr"):  # torch 2.6 notes no value of constants
         node.meta.setdefault("val", operator.attrgetter(str(node.target))(module))
     view_chains.shorten(module.graph)

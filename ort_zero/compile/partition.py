@@ -67,7 +67,8 @@ def partition(
         fraction: what is kept, above 0 and up to 1. Near 0 it is the inputs and random numbers; with 1 the backward
             computes nothing again but views and constants, as in eager PyTorch.
     """
-    observing.passes[-1].remove_pass_throughs(joint.graph)
+    for passes in observing.passes:
+        passes.remove_pass_throughs(joint.graph)
     _keep_what_is_compared(joint, num_fwd_outputs)
     for node in joint.graph.nodes:
         # drawn a second time, random numbers would differ
@@ -76,7 +77,8 @@ def partition(
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     with partitioner_options(fraction, _has_equal_calls(joint)):
         divided = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **rest)
-    observing.passes[-1].erase_from_backward(divided[1].graph)
+    for passes in observing.passes:
+        passes.erase_from_backward(divided[1].graph)
     return divided
 
 

@@ -103,7 +103,7 @@ def _converted(
     for node in nodes:
         if (
             node.op != "call_function"
-            or observing.passes[-1].is_observation(node)
+            or observing.is_observation(node)
             or isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
         ):
             continue

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Node
+
+passes: list[Any] = []
+"""Modules with four functions. ``is_observation(node)`` tells calls that read a value and change nothing, which no
+engine runs or moves. ``follow_gradients(module)`` adds to a graph of Dynamo what its backward needs to meet the
+gradients of observed tensors. ``remove_pass_throughs(graph)`` takes that out of a joint or an inference graph.
+``erase_from_backward(graph)`` erases the observations that the partitioner has copied into a backward."""
 
 
-class Unobserved:
-    """The passes while nobody observes values; a module with functions of these names can take their place."""
-
-    @staticmethod
-    def is_observation(node: Node) -> bool:
-        """Return True for a call that reads a value and changes nothing, which no engine runs or moves."""
-        return False
-
-    @staticmethod
-    def follow_gradients(module: GraphModule) -> None:
-        """Add to a graph of Dynamo what its backward needs to meet the gradients of observed tensors."""
-
-    @staticmethod
-    def remove_pass_throughs(graph: Graph) -> None:
-        """Take out of a joint or an inference graph what :meth:`follow_gradients` has added."""
-
-    @staticmethod
-    def erase_from_backward(backward: Graph) -> None:
-        """Erase the forward's observations that the partitioner has copied into a backward graph."""
-
-
-passes: list[Any] = [Unobserved]
-"""The last one's functions are called."""
+def is_observation(node: Node) -> bool:
+    """Return True for a call that observes a value."""
+    return any(each.is_observation(node) for each in passes)

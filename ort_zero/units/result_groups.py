@@ -47,7 +47,7 @@ def divided(module: GraphModule) -> GraphModule | None:
         if leads_to[node]:
             of_part, limit = of_part | leads_to[node], limit & of_inputs
         parts[node] = number
-    is_observed = any(map(observing.passes[-1].is_observation, nodes))
+    is_observed = any(map(observing.is_observation, nodes))
     if number >= _MAX_PARTS or is_observed:
         why = "statistics look into it" if is_observed else f"in more than {_MAX_PARTS} parts"
         raise ExportError(f"some of its parameters have gradients of some of its results alone, and {why}")

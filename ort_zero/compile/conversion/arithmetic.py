@@ -8,7 +8,7 @@ import torch
 
 from ort_zero.compat.torch_compile import promoted_dtype
 from ort_zero.compile.conversion.fragments import Builder, Dim, NotConvertibleError, Value
-from ort_zero.compile.conversion.registry import converts, overload
+from ort_zero.compile.conversion.registry import converts, overload, overloads
 
 aten = torch.ops.aten
 
@@ -114,10 +114,8 @@ _comparison("Greater", "gt")
 _comparison("GreaterOrEqual", "ge")
 
 
-def _logic(operator: str, *names: str, only_bool: bool = False) -> None:
-    overloads = [overload(name, which) for name in names for which in ("default", "Tensor", "Scalar")]
-
-    @converts(*overloads)
+def _logic(operator: str, name: str) -> None:
+    @converts(*overloads(f"logical_{name} bitwise_{name}.Tensor bitwise_{name}.Scalar"))
     def convert(b: Builder, out: Value, x: Any, y: Any) -> Value:
         if out.dtype is not torch.bool:
             raise NotConvertibleError("logic by bits of integers")
@@ -133,9 +131,9 @@ def truth(b: Builder, value: Any) -> Value:
     return b.op("Not", b.op("Equal", value, b.constant(0, value.dtype)))
 
 
-_logic("And", "logical_and", "bitwise_and")
-_logic("Or", "logical_or", "bitwise_or")
-_logic("Xor", "logical_xor", "bitwise_xor")
+_logic("And", "and")
+_logic("Or", "or")
+_logic("Xor", "xor")
 
 
 @converts(aten.logical_not.default)
@@ -171,59 +169,36 @@ def _where(b: Builder, out: Value, condition: Value, x: Value, y: Value) -> Valu
 
 @converts(overload("_to_copy"))
 def _copy_to(b: Builder, out: Value, x: Value, *rest: Any) -> Value:
-    return cast_to(b, x, out.dtype, is_written=True)
+    return _written_cast(b, x, out.dtype)
 
 
 @converts(aten.copy.default)
 def _copy_into(b: Builder, out: Value, x: Value, source: Value, *rest: Any) -> Value:
-    return b.expand(cast_to(b, source, out.dtype, is_written=True), out.shape)
+    return b.expand(_written_cast(b, source, out.dtype), out.shape)
 
 
-@converts(overload("convert_element_type"))
-def _convert_type(b: Builder, out: Value, x: Value, dtype: torch.dtype) -> Value:
-    return cast_to(b, x, out.dtype)
-
-
-def cast_to(b: Builder, x: Value, dtype: torch.dtype, is_written: bool = False) -> Value:
-    """Return `x` in another dtype, with PyTorch's rules; NaN and numbers beyond integers' range have none.
-
-    Args:
-        is_written: whether the program writes the cast, so that `x` is rounded; decompositions of operators cast too.
-    """
+def _written_cast(b: Builder, x: Value, dtype: torch.dtype) -> Value:
+    """Return `x` in another dtype, rounded, as a program writes it; NaN and large numbers have no rule as integers."""
     if dtype is torch.bool:
         return truth(b, x)
     if x.dtype.is_floating_point and not dtype.is_floating_point:
         raise NotConvertibleError("a cast from floats to integers")
-    return b.rounded(x, dtype) if is_written and dtype.is_floating_point else b.cast(x, dtype)
+    return b.rounded(x, dtype) if dtype.is_floating_point else b.cast(x, dtype)
 
 
 # -- functions of one element ------------------------------------------------------------------------------------------
 
 
-def _unary(operator: str, *names: str) -> None:
-    @converts(*map(overload, names))
+def _unary(operator: str, name: str) -> None:
+    @converts(overload(name))
     def convert(b: Builder, out: Value, x: Value) -> Value:
         if not out.dtype.is_floating_point:
             raise NotConvertibleError("a function of integers")
         return b.op(operator, b.cast(x, out.dtype))
 
 
-for _operator, _names in {
-    "Exp": ("exp",),
-    "Log": ("log",),
-    "Tanh": ("tanh",),
-    "Erf": ("erf",),
-    "Sigmoid": ("sigmoid",),
-    "Sin": ("sin",),
-    "Cos": ("cos",),
-    "Atan": ("atan",),
-    "Sqrt": ("sqrt",),
-    "Reciprocal": ("reciprocal",),
-    "Floor": ("floor",),
-    "Ceil": ("ceil",),
-    "Round": ("round",),
-}.items():
-    _unary(_operator, *_names)
+for _name in "exp log tanh erf sigmoid sin cos atan sqrt reciprocal floor ceil round".split():
+    _unary(_name.capitalize(), _name)
 
 
 def _sign(operator: str, name: str) -> None:

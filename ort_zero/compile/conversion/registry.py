@@ -34,17 +34,12 @@ _FAMILIES = ("activation", "arithmetic", "creation", "layers", "reduction", "vie
 def converts(*overloads: Any) -> Callable[[Conversion], Conversion]:
     """Register a function as the conversion of ATen overloads.
 
-    Args:
-        overloads: overloads such as ``aten.add.Tensor``; None stands for an overload that this torch does not have.
-
     Raises:
         TypeError: an overload packet such as ``aten.add``, or an overload that has a conversion.
     """
 
     def register(function: Conversion) -> Conversion:
         for overload in overloads:
-            if overload is None:
-                continue
             if not isinstance(overload, OpOverload):
                 raise TypeError(f"{overload} is not one overload")
             if overload in _TABLE:
@@ -56,15 +51,13 @@ def converts(*overloads: Any) -> Callable[[Conversion], Conversion]:
 
 
 def overload(name: str, which: str = "default") -> Any:
-    """Return an ATen overload by name, or None where the installed torch does not have the overload."""
-    packet = getattr(torch.ops.aten, name, None)
-    return getattr(packet, which, None) if packet is not None else None
+    """Return an ATen overload by name."""
+    return getattr(getattr(torch.ops.aten, name), which)
 
 
 def overloads(names: str) -> frozenset[Any]:
-    """Return the ATen overloads of names such as ``"view slice.Tensor"``, as far as the installed torch has them."""
-    candidates = (overload(*name.split(".")) for name in names.split())
-    return frozenset(each for each in candidates if each is not None)
+    """Return the ATen overloads of names such as ``"view slice.Tensor"``."""
+    return frozenset(overload(*name.split(".")) for name in names.split())
 
 
 def table() -> dict[Any, Conversion]:
