@@ -129,25 +129,47 @@ class ZeROOffloadSubscriber:
                 self._register(child)
         self._store_actions(module)
 
+        hooks, offload = self.hooks, self.offload
+
         # Functions, not bound methods: deepcopy of a hooked module would copy a bound method's subscriber with its
         # process groups and streams, but it does not copy functions.
-        def before_module(module: torch.nn.Module, args: tuple) -> Any:
-            return self._gather(module, args)
+        def gather(module: torch.nn.Module, args: tuple) -> Any:
+            with ended_unless_shared():
+                return hooks.pre_forward(module, args)
 
-        def after_module(module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
-            return self._release(module, args, outputs)
+        def release(module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
+            # DeepSpeed looks for parameters among outputs, and cannot look into objects with slots
+            can_be_read = isinstance(outputs, (torch.Tensor, list, tuple, dict)) or hasattr(outputs, "__dict__")
+            return hooks.post_forward(module, args, outputs if can_be_read else None)
 
-        def after_tensors(module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
-            return self._pass_outputs(module, args, outputs)
+        def pass_outputs(module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
+            """Pass each output through :class:`BeforeBackward`, for units also those in attributes of objects.
 
-        def before_tensors(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-            return self._pass_inputs(module, args, kwargs)
+            DeepSpeed looks into tuples, lists and dicts. The modules inside of a unit, which gather their own weights
+            in DeepSpeed alone, have no hooks: the weights must be whole in the backward whatever holds its results.
+            """
+            outputs = hooks.pre_backward(module, args, outputs)
+            if deepspeed_units.is_unit(module):
+                map_attributes(lambda _, tensor: _before_backward(module, tensor), outputs)
+            return outputs
 
-        offload = self.offload
-        offload.forward_hooks.append(module.register_forward_pre_hook(before_module))
-        offload.forward_hooks.append(module.register_forward_hook(after_module))
-        offload.backward_hooks.append(module.register_forward_hook(after_tensors))
-        offload.backward_hooks.append(module.register_forward_pre_hook(before_tensors, with_kwargs=True))
+        def pass_inputs(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+            """Pass each input through :class:`AfterBackward`, a named one only for units.
+
+            DeepSpeed leaves out inputs that are given by name. The modules inside of a unit, which release their
+            weights in DeepSpeed alone, have no hooks: without its named inputs a unit would keep its weights until
+            the step ends.
+            """
+            named = {}
+            if deepspeed_units.is_unit(module):
+                named = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+            args, named = hooks.post_backward(module, (args, named))
+            return args, {**kwargs, **named}
+
+        offload.forward_hooks.append(module.register_forward_pre_hook(gather))
+        offload.forward_hooks.append(module.register_forward_hook(release))
+        offload.backward_hooks.append(module.register_forward_hook(pass_outputs))
+        offload.backward_hooks.append(module.register_forward_pre_hook(pass_inputs, with_kwargs=True))
 
     def _store_actions(self, module: torch.nn.Module) -> None:
         """Store the two actions of `module`, in place of the actions of an earlier registration."""
@@ -165,42 +187,9 @@ class ZeROOffloadSubscriber:
             setattr(module, name, action)
             self._actions.append((module, name, action))
 
-    def _gather(self, module: torch.nn.Module, args: tuple) -> Any:
-        """Gather the parameters of `module` before its forward."""
-        with ended_unless_shared():
-            return self.hooks.pre_forward(module, args)
 
-    def _release(self, module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
-        """Release the parameters of `module` after its forward."""
-        # DeepSpeed looks for parameters among outputs, and cannot look into objects with slots
-        can_be_read = isinstance(outputs, (torch.Tensor, list, tuple, dict)) or hasattr(outputs, "__dict__")
-        return self.hooks.post_forward(module, args, outputs if can_be_read else None)
-
-    def _pass_inputs(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-        """Pass each input through :class:`AfterBackward`, a named one only for units.
-
-        DeepSpeed leaves out inputs that are given by name. The modules inside of a unit, which release their weights
-        in DeepSpeed alone, have no hooks: without its named inputs a unit would keep its weights until the step ends.
-        """
-        named = {}
-        if deepspeed_units.is_unit(module):
-            named = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
-        args, named = self.hooks.post_backward(module, (args, named))
-        return args, {**kwargs, **named}
-
-    def _pass_outputs(self, module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
-        """Pass each output through :class:`BeforeBackward`, for units also those in attributes of objects.
-
-        DeepSpeed looks into tuples, lists and dicts. The modules inside of a unit, which gather their own weights in
-        DeepSpeed alone, have no hooks: the weights must be whole in the backward whatever holds the unit's results.
-        """
-        outputs = self.hooks.pre_backward(module, args, outputs)
-        if deepspeed_units.is_unit(module):
-            map_attributes(lambda _, tensor: self._before_backward(module, tensor), outputs)
-        return outputs
-
-    def _before_backward(self, module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor of an object as it passes through the module's action; None for what another unit made."""
-        if tensor.grad_fn is None or tensor.grad_fn.name() == _PASSED:
-            return None
-        return getattr(module, deepspeed_hooks.BEFORE_BACKWARD).apply(tensor)
+def _before_backward(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor of an object as it passes through the module's action; None for what another unit made."""
+    if tensor.grad_fn is None or tensor.grad_fn.name() == _PASSED:
+        return None
+    return getattr(module, deepspeed_hooks.BEFORE_BACKWARD).apply(tensor)
