@@ -54,11 +54,3 @@ class CorruptCheckpointError(CheckpointError):
 
 class StatisticsError(OrtZeroError):
     """Statistics of a run cannot be written or read, or two runs cannot be compared."""
-
-
-class MemoryPlanError(OrtZeroError):
-    """A recomputation plan does not suit the model, or no plan fits the budget."""
-
-
-class ProfileError(OrtZeroError):
-    """A script cannot be profiled: it failed, ran no model in ONNX Runtime, or ended too early."""

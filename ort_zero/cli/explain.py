@@ -7,8 +7,7 @@ from typing import Any
 
 from ort_zero.cli import print_json
 from ort_zero.cli.script_options import add_script, command_of, script_progress
-from ort_zero.errors import OrtZeroError
-from ort_zero.utils.script_process import ScriptFailure
+from ort_zero.utils.script_process import ScriptError
 
 _EPILOG = """The script is started unchanged, and ended when it is settled where each part runs: after some tens of
 steps the first time, fewer once that is kept in the cache folder. Exit status: 0 = explained; 2 = not explained, with
@@ -18,10 +17,6 @@ _SETTINGS = (
     'a module that PyTorch should run whole: set "exclude": ["PATTERN"], such as ["*.head"]',
 )
 """What a user can set, as the last lines."""
-
-
-class ExplainedScriptError(ScriptFailure, OrtZeroError):
-    """The error of a script that ended before it explained a step."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -44,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             why = "it trained no second step, or no model of it runs in ONNX Runtime"
             if done.status:
                 why = f"it ended with status {done.status}"
-            raise ExplainedScriptError(f"{args.script} explained nothing: {why}", done.tail if done.status else ())
+            raise ScriptError(f"{args.script} explained nothing: {why}", done.tail if done.status else ())
     report = done.reports[0]
     print_json(report) if args.json else print("\n".join(lines_of(report)))
     return 0

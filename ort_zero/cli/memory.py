@@ -15,8 +15,8 @@ from typing import Any
 
 from ort_zero.cli import print_json
 from ort_zero.cli.script_options import add_script, command_of, script_progress
-from ort_zero.errors import ConfigError, MemoryPlanError
-from ort_zero.utils.script_process import ScriptFailure
+from ort_zero.errors import ConfigError
+from ort_zero.utils.script_process import ScriptError
 from ort_zero.utils.sizes import binary_size, parse_share_or_size
 
 _EPILOG = """The script must use the same DeepSpeed JSON: pass it as the script expects it, after --. It is started
@@ -25,10 +25,6 @@ _BUDGETS = ("80%", "60%", "40%", "20%")
 """What is planned where neither the command nor the section names a budget."""
 _LISTED = 5
 """Operators that a line names."""
-
-
-class ScriptError(ScriptFailure, MemoryPlanError):
-    """Raised for a script that ends before its first training step is over."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> tuple[argparse.ArgumentParser, ...]:

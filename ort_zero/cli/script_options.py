@@ -45,12 +45,12 @@ def command_of(args: argparse.Namespace) -> list[str]:
 def script_progress(what: str, unit: str, args: argparse.Namespace) -> Iterator[Any]:
     """Show a bar on a terminal while scripts run, but for ``--json``; print the last lines of a failed script."""
     from ort_zero.utils.progress import bar
-    from ort_zero.utils.script_process import ScriptFailure
+    from ort_zero.utils.script_process import ScriptError
 
     with bar(None, what, unit, shown=not args.json, delay=0) as shown:
         try:
             yield shown
-        except ScriptFailure as error:
+        except ScriptError as error:
             shown.close()
             for line in error.tail:
                 print(f"  | {line}", file=sys.stderr)

@@ -12,19 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ort_zero import env
-from ort_zero.errors import ProfileError
 from ort_zero.profiling import trace
 from ort_zero.profiling.comparison import Comparison, Side
 from ort_zero.profiling.exchange import DONE, FAILED, NAMES, ORT, PROFILING, STARTED, TIMING, TORCH, RankProfile
 from ort_zero.utils.atomic_write import write_text
-from ort_zero.utils.script_process import ScriptFailure, run_with_request
+from ort_zero.utils.script_process import ScriptError, run_with_request
 
 _DOING = {STARTED: "first steps", PROFILING: "profiling", TIMING: "timing", DONE: "ending"}
 """Name of each phase of a run for the progress bar."""
-
-
-class ProfiledScriptError(ScriptFailure, ProfileError):
-    """The error of a script that ended before all its steps were measured."""
 
 
 def profile(
@@ -43,7 +38,7 @@ def profile(
 
     Raises:
         OSError: the trace cannot be written.
-        ProfiledScriptError: the script failed, trained nothing, or ended too early.
+        ScriptError: the script failed, trained nothing, or ended too early.
     """
     sides, models, total = [], [], 2 * len(_DOING)
     with tempfile.TemporaryDirectory(prefix="ort_zero-") as traces:
@@ -63,7 +58,7 @@ def profile(
             finished = [rank for rank in ranks if rank.state == DONE]
             if not finished or finished[0].rank != 0:
                 why = _why(script, run.status, ranks, warmup + 2 * steps)
-                raise ProfiledScriptError(f"in {NAMES[backend]}: {why}", run.tail)
+                raise ScriptError(f"in {NAMES[backend]}: {why}", run.tail)
             sides.append(Side.of(finished))
             models.append(finished[0].model)
         if trace_file is not None:

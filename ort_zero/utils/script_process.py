@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ort_zero.errors import ConfigError
+from ort_zero.errors import ConfigError, OrtZeroError
 
 GRACE_SECONDS = 60.0
 """Time in seconds in which a script may end by itself after its steps are done."""
@@ -28,7 +28,7 @@ _WITHOUT_LAUNCHER = "No module named 'mpi4py'"
 """Where no launcher has set its variables, DeepSpeed asks MPI for ranks."""
 
 
-class ScriptFailure(Exception):
+class ScriptError(OrtZeroError):
     """The error for a script that failed or ended too early.
 
     Attributes:
