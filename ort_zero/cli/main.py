@@ -25,7 +25,6 @@ from ort_zero.cli import (
     explain,
     ls,
     memory,
-    missing,
     print_json,
     profile,
     stats,
@@ -36,6 +35,17 @@ from ort_zero.utils import progress
 from ort_zero.utils.masking import masked
 
 _COMMANDS = (doctor, aggregate, convert, verify, ls, diff, stats, memory, profile, explain)
+
+_STATISTICS = "pip install 'ort-zero[statistics]'"
+_OTHERS = {
+    "accelerate": "pip install 'ort-zero[examples]'",
+    "jinja2": _STATISTICS,
+    "numba": _STATISTICS,
+    "numpy": "pip install 'numpy>=1.26,<3'",
+    "pyarrow": _STATISTICS,
+    "transformers": "pip install 'ort-zero[examples]'",
+}
+"""The commands that install packages which some commands need, besides the supported ones of torch and its like."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -127,12 +137,19 @@ def _quietly() -> Iterator[None]:
             progress.hidden.clear()
 
 
+def _install_command(package: str) -> str | None:
+    """Return the command that installs a package that some commands need; None for another package."""
+    from ort_zero.compat.versions import REQUIREMENTS  # slow, and not needed without an error
+
+    return ({row.distribution: row.cure for row in REQUIREMENTS} | _OTHERS).get(package)
+
+
 def _report(error: Exception, args: argparse.Namespace) -> int:
     """Print an error in one line, with ``--debug`` as a traceback, and return the exit status."""
     message = masked(str(error).strip())
-    to_install = missing.sentence(error)
-    if to_install is not None:
-        message = to_install
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if install := _install_command(package):
+        message = f"this needs {package}, which is not installed: {install}"
     elif not isinstance(error, (OrtZeroError, OSError)):
         message = f"internal error, {type(error).__name__}: {message}"
     if args.json:
