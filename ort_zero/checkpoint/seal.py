@@ -16,7 +16,7 @@ from typing import Any
 from ort_zero.checkpoint.files import json_text
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import File, Source
-from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.errors import CorruptCheckpointError
 
 NAME = "ort_zero_seal.json"
 _FORMAT = "ort_zero.seal"
@@ -96,9 +96,3 @@ def size_problem(folder: Folder, name: str, sealed: Mapping[str, File]) -> str |
     if size != sealed[name].size:
         return f"{folder.path(name)} has {size or 0} bytes, {sealed[name].size} when it was sealed: it was changed"
     return None
-
-
-def refuse_own_checksums(format_name: str, path: str) -> None:
-    """Raise CheckpointError for a format that has checksums of every file already."""
-    if format_name == "ort_zero":
-        raise CheckpointError(f"{path} has checksums of every file in its manifest: leave --seal out")

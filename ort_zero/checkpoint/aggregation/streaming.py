@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import IO, TYPE_CHECKING, Any
 
 from ort_zero.checkpoint.aggregation.aggregation_plan import OutputEntry, OutputFile
@@ -92,12 +92,7 @@ class Streamer:
         size = max(_MIN_JOB, sum(file.size for file in files) // (_JOBS_PER_THREAD * workers))
         with ThreadPoolExecutor(workers, thread_name_prefix="aggregate") as pool:
             try:
-                jobs = []
-                for file in files:
-                    if self._target.takes_ranges and file.format == "safetensors":
-                        jobs += [pool.submit(self._write_part, file, part) for part in parts_of(file, size)]
-                    else:
-                        jobs.append(pool.submit(self._write_whole, file))
+                jobs = [pool.submit(*job) for job in self._jobs(files, size, workers)]
                 done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
                 failed = [error for job in done if (error := job.exception()) is not None]
                 if failed:
@@ -106,6 +101,18 @@ class Streamer:
                 self._stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+
+    def _jobs(self, files: Sequence[OutputFile], size: int, workers: int) -> Iterator[tuple[Any, ...]]:
+        """Yield functions and their arguments; neighbours write different files, since the kernel locks a file."""
+        jobs: list[list[tuple[Any, ...]]] = []
+        for file in files:
+            if self._target.takes_ranges and file.format == "safetensors":
+                jobs.append([(self._write_part, file, part) for part in parts_of(file, size)])
+            else:
+                jobs.append([(self._write_whole, file)])
+        for first in range(0, len(jobs), workers):
+            for neighbours in zip_longest(*jobs[first : first + workers]):
+                yield from filter(None, neighbours)
 
     def _write_part(self, file: OutputFile, entries: Sequence[OutputEntry]) -> None:
         first = not entries or entries[0] is file.entries[0]

@@ -177,21 +177,15 @@ def _of_sharded_tensor(value: OpaqueObject) -> tuple[StoredTensor, tuple[int, ..
     """Return the local tensor, the whole shape and the block's offsets of a ShardedTensor; None without a block.
 
     Raises:
-        ValueError: the rank has several blocks, or one of another shape than its metadata say.
+        ValueError: the rank has several blocks, or a block whose offsets do not fit the shape.
     """
-    shards, whole = value.args[3][0], tuple(value.args[3][1].state["size"])
+    shards, whole = value.args[3][0], value.args[3][1].state["size"]
     if not shards:
         return None
-    (shard,) = shards
-    shard = _attributes(shard.state)
-    local, place = shard["tensor"], _attributes(shard["metadata"].state)
-    offsets, sizes = tuple(place["shard_offsets"]), tuple(place["shard_sizes"])
-    if (
-        sizes != local.shape
-        or len(offsets) != len(whole)
-        or any(type(n) is not int or n < 0 for n in (*whole, *offsets))
-    ):
-        raise ValueError(f"its shard has the shape {list(local.shape)}, its metadata say {list(sizes)}")
+    (shard,) = (_attributes(shard.state) for shard in shards)
+    local, offsets = shard["tensor"], tuple(_attributes(shard["metadata"].state)["shard_offsets"])
+    if not len(offsets) == len(whole) == len(local.shape) or any(type(n) is not int or n < 0 for n in offsets):
+        raise ValueError(f"its shard of the shape {list(local.shape)} lies at {list(offsets)} of {list(whole)}")
     return local, whole, offsets
 
 

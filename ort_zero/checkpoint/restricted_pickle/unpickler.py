@@ -57,26 +57,39 @@ def unpickled(data: bytes) -> Any:
         raise MalformedPickleError(f"it is damaged ({type(error).__name__}: {error})") from None
 
 
+class _Getattr:
+    """The ``getattr`` of a pickle: ``getattr(NAME, TEXT)`` names a class within a class, other calls become records."""
+
+    __slots__ = ("_unpickler",)
+
+    def __init__(self, unpickler: _Unpickler):
+        self._unpickler = unpickler
+
+    def __call__(self, *args: Any) -> Any:
+        if len(args) == 2 and type(args[0]) is ClassReference and type(args[1]) is str:
+            if len(args[0].class_name) + len(args[1]) < _MAX_ATTRIBUTE:
+                return self._unpickler.reference(f"{args[0].class_name}.{args[1]}", AttributeReference)
+        return self._unpickler.reference("builtins.getattr")(*args)
+
+    def __setstate__(self, state: Any) -> None:
+        raise MalformedPickleError("it sets attributes of a function")
+
+
 class _Unpickler(pickle.Unpickler):
     """Python's unpickler without its two ways out of the pickle: names and persistent ids."""
 
     def __init__(self, data: bytes):
         super().__init__(io.BufferedReader(io.BytesIO(data)))  # a stream without a buffer is read opcode by opcode
         self._references: dict[tuple[str, type[ClassReference]], ClassReference] = {}
+        self._getattr = _Getattr(self)
 
     def find_class(self, module: str, name: str) -> Any:
         """Return an inert class for a name, with Python 3's name of the module; the same class for the same name."""
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-        return self._attribute if (module, name) == ("builtins", "getattr") else self._reference(f"{module}.{name}")
+        return self._getattr if (module, name) == ("builtins", "getattr") else self.reference(f"{module}.{name}")
 
-    def _attribute(self, *args: Any) -> Any:
-        """Return an inert class for ``getattr(NAME, TEXT)``, which names a class within a class; else a record."""
-        if len(args) == 2 and type(args[0]) is ClassReference and type(args[1]) is str:
-            if len(args[0].class_name) + len(args[1]) < _MAX_ATTRIBUTE:
-                return self._reference(f"{args[0].class_name}.{args[1]}", AttributeReference)
-        return self._reference("builtins.getattr")(*args)
-
-    def _reference(self, class_name: str, kind: type[ClassReference] = ClassReference) -> ClassReference:
+    def reference(self, class_name: str, kind: type[ClassReference] = ClassReference) -> ClassReference:
+        """Return the inert class of a name."""
         key = (class_name, kind)
         if key not in self._references:
             if len(self._references) == _MAX_NAMES:
