@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -77,37 +78,15 @@ def examine() -> Report:
         Problem(f"{f.name} {f.found or 'is missing'}, needed: {f.needed}", f.cure) for f in findings if not f.ok
     ]
     complete = not problems
-    examination = loading.load(engine).examine()
+    examination = loading.load("compile" if engine == "torch" else engine).examine()
     if not examination.built:
         problems += [Problem(what, fix) for what, fix in examination.problems]
     providers: tuple[str, ...] = ()
     if complete:
         providers, trouble = _providers(engine)
         problems += [trouble] if trouble is not None else []
-    lack = deepspeed_programs.missing_for_operators() if examination.built else None
-    if lack is not None:
-        what = f"no {lack}, and DeepSpeed compiles an operator of its own as soon as a rank starts on CPU"
-        problems.append(Problem(what, deepspeed_programs.CURE))
-    clang = deepspeed_programs.unsuitable_compiler()
-    if clang is not None:
-        what = f"DeepSpeed's operators for CPUs do not compile with {clang}, which is a clang"
-        problems.append(Problem(what, "apt-get install g++ && export CXX=g++"))
-    why = (
-        "and each build in its folder waits for the file's end: a build was killed, if no other machine compiles there"
-    )
-    problems += [
-        Problem(f"no process of this machine holds {lock}, {why}", f"rm {shlex.quote(str(lock))}")
-        for lock in torch_extensions.unheld_locks()
-    ]
     entry_point = any(point.name == "ort_zero" for point in metadata.entry_points(group="torch.backends"))
-    if not entry_point:
-        what = "ort_zero is not installed, so the section of the JSON is not read"
-        problems.append(Problem(what, "pip install --force-reinstall --no-deps ort-zero"))
-    if env.disabled():
-        problems.append(Problem("ORT_ZERO_DISABLE is set", "unset ORT_ZERO_DISABLE"))
-    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-        what = "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading ort_zero"
-        problems.append(Problem(what, "unset TORCH_DEVICE_BACKEND_AUTOLOAD"))
+    problems += _other_problems(examination.built, entry_point)
     names = [name for name in sorted(os.environ) if name.startswith(_PREFIXES) or name in _NAMES]
     extensions = f"{'built' if examination.built else 'not built yet'}, {examination.directory or 'nowhere yet'}"
     libc = " ".join(platform.libc_ver()).strip() or ("musl" if versions.on_musl() else "unknown C library")
@@ -118,7 +97,7 @@ def examine() -> Report:
         "python": sys.executable,
         "platform": f"{platform.platform()}, {libc}",
         "compiler": examination.compiler or deepspeed_programs.compiler() or "none",
-        "extensions": "none needed" if engine == "compile" else extensions,
+        "extensions": extensions if engine == "ortmodule" else "none needed",
         "ninja": ninja or "none: DeepSpeed cannot compile its operators (pip install ninja)",
         "providers": ", ".join(providers) or "none",
         "cores": f"{env.usable_cores()}, {env.threads_per_rank()} thread(s) per rank",
@@ -134,6 +113,29 @@ def examine() -> Report:
         problems=tuple(problems),
         first_fix=problems[0].fix if problems else None,
     )
+
+
+def _other_problems(built: bool, entry_point: bool) -> Iterator[Problem]:
+    """Yield the problems that are none of versions and of the engine: compilers, locks, switches."""
+    lack = deepspeed_programs.missing_for_operators() if built else None
+    if lack is not None:
+        what = f"no {lack}, and DeepSpeed compiles an operator of its own as soon as a rank starts on CPU"
+        yield Problem(what, deepspeed_programs.CURE)
+    clang = deepspeed_programs.unsuitable_compiler()
+    if clang is not None:
+        what = f"DeepSpeed's operators for CPUs do not compile with {clang}, which is a clang"
+        yield Problem(what, "apt-get install g++ && export CXX=g++")
+    why = "each build in its folder waits for the file's end: a build was killed, if no other machine compiles there"
+    for lock in torch_extensions.unheld_locks():
+        yield Problem(f"no process of this machine holds {lock}, and {why}", f"rm {shlex.quote(str(lock))}")
+    if not entry_point:
+        what = "ort_zero is not installed, so the section of the JSON is not read"
+        yield Problem(what, "pip install --force-reinstall --no-deps ort-zero")
+    if env.disabled():
+        yield Problem("ORT_ZERO_DISABLE is set", "unset ORT_ZERO_DISABLE")
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        what = "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading ort_zero"
+        yield Problem(what, "unset TORCH_DEVICE_BACKEND_AUTOLOAD")
 
 
 def _temporary() -> str:
