@@ -14,6 +14,7 @@ import pytest
 from ort_zero import config, log
 from ort_zero.compat import third_party
 from ort_zero.errors import ConfigError
+from ort_zero.ortmodule.upstream.loading import root_logger_kept
 from ort_zero.plugin import summary
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -130,7 +131,7 @@ def test_a_logger_that_the_user_configured_stays_theirs(plain_logger, capsys):
 def test_what_an_import_puts_on_the_root_logger_is_taken_away():
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
-    with third_party.root_logger_kept():
+    with root_logger_kept():
         root.addHandler(logging.NullHandler())
         root.setLevel(logging.DEBUG)
     assert root.handlers == before and root.level == level
