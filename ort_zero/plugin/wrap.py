@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ort_zero import config, env, log
 from ort_zero.compat import torch_compile
-from ort_zero.cpu_memory import glibc
+from ort_zero.cpu_memory import measures
 from ort_zero.errors import ConfigError
 from ort_zero.plugin import compile_progress, loading, profiled_script, statistics, summary
 from ort_zero.units import registry
@@ -46,7 +46,7 @@ def wrap(model: Any, **section: Any) -> Any:
         return model
     engine = options.engine()
     if options.cpu_memory:
-        glibc.keep_freed_memory()  # for the next step
+        measures.keep_freed_memory()  # for the next step
     if engine != "torch":
         running = loading.load(engine).run(model, profiled_script.without_fallback(options), {})
         statistics.note_onnxruntime(model, running)
