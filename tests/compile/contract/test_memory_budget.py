@@ -16,6 +16,7 @@ from torch import nn
 
 import ort_zero
 from ort_zero import config, log
+from ort_zero.compile.memory import MemoryBudget
 from ort_zero.errors import ConfigError
 from ort_zero.units.unit_forward import UnitForward
 
@@ -148,7 +149,9 @@ def test_random_numbers_are_not_drawn_again(monkeypatch):
 )
 def test_what_does_not_fit_is_refused_in_words(memory, words):
     with pytest.raises(ConfigError, match=words):
-        config.parse({"backend": "compile", "memory": memory}).engine()
+        section = config.parse({"backend": "compile", "memory": memory})
+        section.engine()
+        MemoryBudget(section.memory.recompute, section.memory.budget)
 
 
 PLANNED = """
