@@ -27,6 +27,8 @@ FORMAT = "ort_zero.checkpoint"
 VERSION = 4
 MAX_BYTES = 4 << 30
 """Maximum size in bytes of a manifest that is read; 400 billion parameters on 512 ranks need less."""
+_PLAIN = ("tag", "step", "world_size", "zero_stage", "dtype", "run_id", "save_id", "aliases", "config")
+"""Fields of :class:`Source` that are the same in the manifest."""
 _MAX_LATEST_BYTES = 4096
 
 
@@ -37,11 +39,8 @@ def dump(source: Source, versions: Mapping[str, str]) -> bytes:
     body = {
         "format": FORMAT,
         "version": VERSION,
-        **{key: getattr(source, key) for key in ("tag", "step", "world_size", "zero_stage", "dtype")},
-        "run_id": source.run_id,
-        "save_id": source.save_id,
+        **{key: getattr(source, key) for key in _PLAIN},
         "versions": dict(versions),
-        "aliases": dict(source.aliases),
         "frozen": sorted(source.frozen),
         "left_out": sorted(source.left_out),
         "optimizer": optimizer
@@ -50,7 +49,6 @@ def dump(source: Source, versions: Mapping[str, str]) -> bytes:
             "groups": [{"names": group.names, "options": group.options} for group in optimizer.groups],
             "scalars": optimizer.scalars,
         },
-        "config": source.config,
     }
     rows: dict[str, Iterable[dict[str, Any]]] = {
         "files": ({"name": f.name, "size": f.size, "xxh3_128": f.xxh3_128} for f in source.files.values()),
@@ -119,13 +117,9 @@ def parse(data: bytes, root: str) -> Source:
     source = Source(
         format="ort_zero",
         root=root,
-        tag=manifest.tag,
-        step=manifest.step,
-        world_size=manifest.world_size,
-        zero_stage=manifest.zero_stage,
+        **{key: getattr(manifest, key) for key in _PLAIN},
         tensors=tuple(tensors),
         files={f.name: File(name=f.name, size=f.size, xxh3_128=f.xxh3_128) for f in manifest.files},
-        aliases=manifest.aliases,
         frozen=frozenset(manifest.frozen),
         optimizer=None
         if optimizer is None
@@ -134,11 +128,7 @@ def parse(data: bytes, root: str) -> Source:
             groups=tuple(ParamGroup(names=tuple(g.names), options=g.options) for g in optimizer.groups),
             scalars=optimizer.scalars,
         ),
-        config=manifest.config,
-        dtype=manifest.dtype,
         left_out=frozenset(manifest.left_out),
-        run_id=manifest.run_id,
-        save_id=manifest.save_id,
     )
     _refuse_twice(names, "file", path)
     check(source)
