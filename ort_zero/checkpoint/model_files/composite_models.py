@@ -6,19 +6,16 @@ sentence-transformers reads each module from the folder that ``modules.json`` na
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ort_zero.checkpoint.files import json_text
 from ort_zero.checkpoint.files.allowed_names import is_module_folder
-from ort_zero.utils.text import shortened
 
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 """Beginning of the names of the weight files that ``from_pretrained`` of diffusers reads."""
 MODULES = "modules.json"
 PIPELINE = "model_index.json"
-_MAX_NAMED = 3
 
 
 def stem_of(configs: Mapping[str, bytes]) -> str | None:
@@ -80,29 +77,16 @@ def notes_on(names: Collection[str], configs: Mapping[str, bytes]) -> list[str]:
     notes = []
     modules = _table(configs, MODULES)
     if isinstance(modules, list) and not places_of(names, configs):
-        notes.append(_note_on_modules(list(names), modules))
+        notes.append(
+            f"{MODULES} is of a SentenceTransformer whose weights do not fit its modules, and are written as one model "
+            "(--strip-prefix takes off the prefix of a module); copy other folders from those of its save_pretrained"
+        )
     if isinstance(_table(configs, PIPELINE), dict):
         notes.append(
             f"{PIPELINE} is of a pipeline of diffusers, which is read from one folder for each part: write the weights "
             "into the folder of the part that was trained (such as PIPELINE/unet), beside its config.json"
         )
     return notes
-
-
-def _note_on_modules(names: list[str], modules: list[Any]) -> str:
-    folders = [str(entry["path"]) for entry in modules if isinstance(entry, dict) and entry.get("path")]
-    files = f"the folders of its modules ({shortened(folders, _MAX_NAMED)})" if folders else "its other files"
-    text = (
-        f"{MODULES} is of a SentenceTransformer: copy {files} from the folder that its save_pretrained wrote, "
-        "aggregate does not write them"
-    )
-    prefix = next((match[0] for name in names if (match := re.match(r"0\.[A-Za-z_]+\.", name))), None)
-    if prefix is not None:
-        text += f"; its first module reads names without {prefix!r}, so pass --strip-prefix {prefix}"
-    other_names = [name for name in names if re.match(r"[1-9]\d*\.", name)]
-    if other_names:
-        text += f"; {shortened(other_names, _MAX_NAMED)} belong into the files of the folders"
-    return text
 
 
 def _table(configs: Mapping[str, bytes], name: str) -> Any:
