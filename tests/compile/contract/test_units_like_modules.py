@@ -406,6 +406,29 @@ def test_results_that_are_leaves_lead_to_their_gradients():
         assert_close(*([each for each in of if each is not None] for of in gradients))
 
 
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.LazyLinear(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+def test_a_model_with_lazy_modules_is_wrapped():
+    results = []
+    for is_wrapped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Lazy(), Lazy())
+        model = wrapped(model) if is_wrapped else model
+        torch.manual_seed(1)
+        for _ in range(2):
+            y = model(batch())
+        y.sum().backward()
+        results.append([y.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert_close(results[1], results[0])
+
+
 class Tagged(torch.Tensor):
     """A tensor of a class of its own, as libraries of images have."""
 
