@@ -1,16 +1,30 @@
-"""Hold the graph passes of who observes values in compiled units: statistics hand theirs over, engines call them."""
+"""Hold the graph passes of statistics, which engines call on the graphs of units without importing statistics."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 
-passes: list[Any] = []
-"""Modules with four functions. ``is_observation(node)`` tells calls that read a value and change nothing, which no
-engine runs or moves. ``follow_gradients(module)`` adds to a graph of Dynamo what its backward needs to meet the
-gradients of observed tensors. ``remove_pass_throughs(graph)`` takes that out of a joint or an inference graph.
-``erase_from_backward(graph)`` erases the observations that the partitioner has copied into a backward."""
+
+class GraphPasses(Protocol):
+    """The functions of :mod:`ort_zero.statistics.collect.graph_passes` that engines call."""
+
+    def is_observation(self, node: Node) -> bool:
+        """Return True for a call that reads a value and changes nothing; no engine runs or moves such a call."""
+
+    def follow_gradients(self, module: GraphModule) -> None:
+        """Add to a graph of Dynamo what its backward needs to meet the gradients of observed tensors."""
+
+    def remove_pass_throughs(self, graph: Graph) -> None:
+        """Take out of a joint or an inference graph what `follow_gradients` has added."""
+
+    def erase_from_backward(self, backward: Graph) -> None:
+        """Erase the observations that the partitioner has copied into a backward."""
+
+
+passes: list[GraphPasses] = []
+"""The passes of statistics, from the first model on that collects statistics; empty before."""
 
 
 def is_observation(node: Node) -> bool:
