@@ -17,9 +17,17 @@ def print_json(value: dict[str, Any]) -> None:
     print(masked(json.dumps(value, indent=2, default=str)))
 
 
+def print_result(args: argparse.Namespace, fields: dict[str, Any], text: str) -> None:
+    """Print the text, or with ``--json`` the fields."""
+    if args.json:
+        print_json(fields)
+    else:
+        print(text)
+
+
 def print_report(args: argparse.Namespace, report: Any, text_of: Callable[[Any], str], **more: Any) -> None:
     """Print a report, a dataclass, as text, or with ``--json`` its fields and `more`."""
-    print_json({**dataclasses.asdict(report), **more}) if args.json else print(text_of(report))
+    print_result(args, {**dataclasses.asdict(report), **more}, text_of(report))
 
 
 def options_of(args: argparse.Namespace, function: Callable[..., Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ort_zero.cli import print_json
+from ort_zero.cli import print_result
 from ort_zero.cli.script_options import add_script, command_of, script_progress
 from ort_zero.utils.script_process import ScriptError
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
                 why = f"it ended with status {done.status}"
             raise ScriptError(f"{args.script} explained nothing: {why}", done.tail if done.status else ())
     report = done.reports[0]
-    print_json(report) if args.json else print("\n".join(lines_of(report)))
+    print_result(args, report, "\n".join(lines_of(report)))
     return 0
 
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ort_zero.cli import add_source_options, options_of, print_json
+from ort_zero.cli import add_source_options, options_of, print_result
 from ort_zero.utils.sizes import decimal_size
 from ort_zero.utils.tables import aligned
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
     checkpoints = list_checkpoints(args.src, **options_of(args, list_checkpoints))
     plain = {"checkpoints": [dataclasses.asdict(checkpoint) for checkpoint in checkpoints]}
-    print_json(plain) if args.json else print(text_of(checkpoints))
+    print_result(args, plain, text_of(checkpoints))
     return 0
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ort_zero.cli import print_json
+from ort_zero.cli import print_result
 from ort_zero.cli.script_options import add_script, command_of, script_progress
 from ort_zero.errors import ConfigError
 from ort_zero.utils.script_process import ScriptError
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             raise ScriptError(f"{args.script} has no plan: {why}", done.tail if done.status else ())
     plans = max(done.reports, key=lambda plans: plans[0]["kept_without"])
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print_json({"script": args.script, "plans": plans}) if args.json else print("\n".join(lines_of(plans, width)))
+    print_result(args, {"script": args.script, "plans": plans}, "\n".join(lines_of(plans, width)))
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ort_zero.cli import print_json
+from ort_zero.cli import print_result
 from ort_zero.cli.script_options import add_script, command_of, positive, script_progress
 from ort_zero.errors import ConfigError
 
@@ -41,8 +41,6 @@ def run(args: argparse.Namespace) -> int:
     command = command_of(args)
     with script_progress("profiling", "phase", args) as bar:
         comparison = profile(args.script, command, args.steps, args.warmup, trace, bar.move)
-    if args.json:
-        print_json({**comparison.as_dict(), "trace": args.trace})
-    else:
-        print(comparison.text(), *([f"trace: {trace}"] if trace is not None else []), sep="\n")
+    text = comparison.text() if trace is None else f"{comparison.text()}\ntrace: {trace}"
+    print_result(args, {**comparison.as_dict(), "trace": args.trace}, text)
     return 0
