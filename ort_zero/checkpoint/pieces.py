@@ -8,6 +8,7 @@ gigabyte.
 
 from __future__ import annotations
 
+import abc
 import base64
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -46,7 +47,7 @@ class PieceRun(NamedTuple):
 
 
 class LazyPieces(Sequence[Piece]):
-    """The pieces of one tensor, each made when it is accessed; a kind of them has ``__len__`` and :meth:`piece_at`."""
+    """The pieces of one tensor, each made when it is accessed; a subclass has ``__len__`` and :meth:`piece_at`."""
 
     __slots__ = ()
 
@@ -62,9 +63,9 @@ class LazyPieces(Sequence[Piece]):
             raise IndexError("piece index out of range")
         return self.piece_at(index)
 
+    @abc.abstractmethod
     def piece_at(self, index: int) -> Piece:
         """Return the piece at `index`, from 0 on."""
-        raise NotImplementedError
 
 
 class PieceRuns(LazyPieces):

@@ -1,4 +1,4 @@
-"""Read private names of DeepSpeed 0.19: of engines, of whole and partitioned parameters, of its collectives."""
+"""Reach the private parts of DeepSpeed 0.19: engines, ZeRO-3's partitioned parameters, gathers and reductions."""
 
 from __future__ import annotations
 

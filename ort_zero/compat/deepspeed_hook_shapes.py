@@ -104,7 +104,7 @@ def _probe(function: Any, expected: _Expectation) -> HookShape:
 
 
 def _deviations(function: Any, expected: _Expectation) -> Iterable[str]:
-    """Yield what of a function is unknown, in words."""
+    """Yield in words how a function of DeepSpeed differs from the arguments, nested functions and names expected."""
     code = getattr(function, "__code__", None)
     if code is None:
         yield "it is no Python function"

@@ -58,7 +58,7 @@ def register_arena(device: torch.device, provider: str) -> None:
 
 
 class SessionProfiles:
-    """The profiles of nodes of all sessions that are made while ``ort-zero profile`` runs a script."""
+    """Collects ONNX Runtime's times of nodes from all sessions made while ``ort-zero profile`` runs a script."""
 
     def __init__(self, prefix: str):
         self.prefix = prefix

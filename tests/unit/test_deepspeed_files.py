@@ -18,7 +18,7 @@ from deepspeed_checkpoints import read
 from deepspeed_states import GROUPS, MASTERS, deepspeed_names, module_values, write
 
 from ort_zero.checkpoint import torch_file
-from ort_zero.checkpoint.deepspeed.training_state import Values
+from ort_zero.checkpoint.deepspeed.training_state import TorchValues
 from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.inspection.verification import verify
@@ -236,7 +236,7 @@ def test_values_of_users_are_restored_where_their_class_is_harmless(tmp_path):
     write(tmp_path / "c", 1, 1, change=lambda name, content: content.update(client=held))
     folder = open_folder(tmp_path / "c")
     file = torch_file.open_torch_file(folder, MODULE)
-    read, content = Values(folder, file), file.content["client"]
+    read, content = TorchValues(folder, file), file.content["client"]
     other = content.pop("other")
     found = read(content, "client_state")
     assert found["args"] == held["args"] and found["order"] == held["order"]

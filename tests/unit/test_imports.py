@@ -40,7 +40,7 @@ SPLIT = {"compile": {"conversion"}, "ortmodule": {"backend"}, "plugin": {"zero3_
          "units": {"interface", "placement", "registry", "sessions"}, "utils": {"masking"},
          "checkpoint": {"dcp", "files", "records", "pieces", "restricted_pickle", "seal", "torch_file",
                         "format", "reads",
-                        "model_files", "deepspeed", "opening", "finding", "aggregation", "zero_to_fp32", "saves",
+                        "model_files", "deepspeed", "finding", "aggregation", "zero_to_fp32", "saves",
                         "loads", "conversions", "inspection"},
          "statistics": {"collect", "compare"}}  # fmt: skip
 """Packages in which a module or a package below stands for itself; the package's own name means the rest of it."""

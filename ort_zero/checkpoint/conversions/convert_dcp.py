@@ -20,7 +20,7 @@ from ort_zero.checkpoint.records import Tensor
 from ort_zero.errors import CheckpointError
 
 _OPTIMIZERS = {"exp_avg": torch.optim.AdamW, "momentum_buffer": torch.optim.SGD}
-"""Class of torch's optimizer by a state that it keeps; its default options fill in what DeepSpeed's groups lack."""
+"""Optimizer class of torch by the name of a state; its defaults are the options that DeepSpeed's groups lack."""
 
 
 class _Planner(DefaultSavePlanner):

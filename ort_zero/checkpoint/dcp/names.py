@@ -1,4 +1,4 @@
-"""Tell from the keys of a saved state dict which values are weights, optimizer states and hyper-parameters.
+"""Classify the keys of a saved state dict as weights, optimizer states and hyper-parameters.
 
 =========================================================  ============================================================
 key (its parts are the keys of nested dicts)               meaning

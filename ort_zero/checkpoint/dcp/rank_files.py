@@ -41,9 +41,9 @@ class _Shards:
     shape: tuple[int, ...]
     is_sharded: bool
     file: TorchFile
-    """The file of the first rank."""
+    """The first file that has the tensor; a number without dimensions is read from it."""
     local: StoredTensor
-    """The first rank's shard."""
+    """The shard in that file."""
     blocks: dict[tuple[int, ...], tuple[Block, tuple[int, int] | None]] = field(default_factory=dict)
     """Block, and (length, CRC-32) of its record if the record is the block alone, by the block's offsets."""
     strides: tuple[int, ...] | None = None

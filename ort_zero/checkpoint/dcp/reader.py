@@ -132,7 +132,7 @@ def _refuse_overlaps(folder: Folder, entries: Sequence[Entry]) -> None:
 
 
 def _block_of(entry: Entry, shard: Shard, content: Any) -> tuple[Block, tuple[int, ...] | None]:
-    """Return the place of a shard's elements in its file, and the strides if the elements are not row-major.
+    """Return where a shard lies in its tensor and in its file, and the strides of a shard that is not row-major.
 
     Raises:
         CorruptCheckpointError: the shard holds another tensor than the metadata say.

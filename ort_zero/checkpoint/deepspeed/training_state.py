@@ -49,7 +49,7 @@ def read_deepspeed_training_state(folder: Folder, source: Source, rank: int, tru
     """
     file = _file_of(folder, source, rank, trust_pickle, RANK_MODULE_FILE, MODULE_FILE)
     assert file is not None, "the source was opened, so there is a module file"
-    read = Values(folder, file)
+    read = TorchValues(folder, file)
     content = file.content
     steps = int(content.get("global_steps") or 0)
     counters = {"global_steps": steps, "skipped_steps": int(content.get("skipped_steps") or 0)}
@@ -113,7 +113,7 @@ def _loss_scaler(content: dict[str, Any]) -> dict[str, Any] | None:
     return {"class": name, "state": numbers}
 
 
-class Values:
+class TorchValues:
     """A function that turns records in the values of one file of a checkpoint back into values of torch."""
 
     def __init__(self, folder: Folder, file: TorchFile):

@@ -126,7 +126,7 @@ class Folder:
     def crc32(
         self, name: str, start: int, end: int, crc: int = 0, advance: Callable[[int], Any] = lambda count: None
     ) -> int:
-        """Return the CRC-32 of the bytes from `start` to `end`, which follow bytes with the CRC-32 `crc`.
+        """Return the CRC-32 of a file's bytes from `start` to `end`, continued from the CRC-32 of earlier bytes.
 
         Args:
             crc: CRC-32 of the bytes before.

@@ -195,7 +195,7 @@ def resolve_tag(folder: Folder, tag: str | None) -> str:
 
 
 def read_latest(folder: Folder, name: str) -> str | None:
-    """Return the tag in the file `name` (``latest`` or ``latest_universal``), None if there is no such file.
+    """Return the tag that a folder's ``latest`` or ``latest_universal`` file names; None if there is no such file.
 
     The file may have any encoding that editors and shells write.
     """

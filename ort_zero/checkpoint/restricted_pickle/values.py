@@ -114,7 +114,7 @@ class AttributeReference(ClassReference):
     """The type of the inert classes for attributes of other names: pickles have classes within classes as these."""
 
     def __call__(cls, /, *args: Any, **kwargs: Any) -> OpaqueObject:
-        """Refuse a call: an attribute may be a method that acts on the machine.
+        """Raise an error where a pickle calls an attribute, which may be a method that deletes files or runs programs.
 
         Raises:
             HostilePickleError: always.
