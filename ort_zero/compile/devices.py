@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import onnxruntime
@@ -48,21 +47,6 @@ def provider_of(device: torch.device) -> tuple[str, dict[str, Any]] | None:
 def computes_in_float32(device: torch.device) -> bool:
     """Return True if the device's provider has no 16-bit kernels, so that segments compute in float32 between casts."""
     return device.type == "cpu"
-
-
-def clock_of(device: torch.device) -> Callable[[], float]:
-    """Return the clock that measures work on a device.
-
-    A CPU with one thread has the time of that thread, which other processes do not disturb.
-    """
-    if device.type == "cpu":
-        return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-
-    def after_work() -> float:
-        torch.get_device_module(device).synchronize()
-        return time.perf_counter()
-
-    return after_work
 
 
 def unsupported(fragment: Fragment, device: torch.device) -> str | None:

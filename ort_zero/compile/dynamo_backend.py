@@ -31,6 +31,7 @@ from ort_zero.errors import ExportError
 from ort_zero.units import observing
 from ort_zero.units.module_paths import is_below
 from ort_zero.units.placement.agreement import agreement
+from ort_zero.units.placement.clocks import clock_of
 from ort_zero.units.placement.trial import Trial
 from ort_zero.units.result_groups import compile_parts, divided
 from ort_zero.units.unit_forward import IN_GRAPH
@@ -191,7 +192,7 @@ class Compiler:
         session = sessions.session_of(assembled.model, device)
         trial = _trials.setdefault(
             (session.key, self.settings.verify, self.settings.place),
-            Trial(session.key, self.settings.verify, self.settings.place, devices.clock_of(device)),
+            Trial(session.key, self.settings.verify, self.settings.place, clock_of(device)),
         )
         if self.settings.save_onnx is not None and env.rank() == 0:
             folder = Path(self.settings.save_onnx)

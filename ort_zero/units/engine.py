@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
 
 from ort_zero import log
+from ort_zero.units.placement.agreement import Runner
 from ort_zero.units.recompilations import Recompilations
 
 
@@ -85,9 +87,9 @@ class Engine(abc.ABC, Generic[Graph]):
         self.recompilations: list[Recompilations] = []
         """The reasons for new graphs, of each class of units."""
         self.units_in_torch: dict[str, str] = {}
-        """Class names of units that PyTorch runs whole, since ONNX Runtime saves too little time, and why."""
+        """Class names of units that PyTorch runs whole, since it is faster, and why."""
         self._said: set[tuple[str, str]] = set()
-        """The classes, and the reasons, of which a line has said that PyTorch runs their units."""
+        """The classes, and the reasons, of which a line has said that another runner runs their units."""
         self.on_step: Callable[[], bool] | None = None
         """The function to call after each step, at the next forward or after the engine's step, until it returns True.
         """
@@ -105,6 +107,10 @@ class Engine(abc.ABC, Generic[Graph]):
     @abc.abstractmethod
     def timed_keys(self, unit: nn.Module, unit_class: str) -> Sequence[str] | None:
         """Return names of the unit's graphs, equal on all ranks and in all processes; None: it is not timed now."""
+
+    def runners_on(self, device: torch.device) -> Sequence[Runner]:
+        """Return what may run the units on a device; they run in the first one until they are timed."""
+        return Runner.ONNXRUNTIME, Runner.TORCH
 
     @abc.abstractmethod
     def goes_to_torch(self, unit: nn.Module, unit_class: str) -> bool:
@@ -165,13 +171,13 @@ class Engine(abc.ABC, Generic[Graph]):
     def leave_to_torch(self, unit_class: str, reason: str) -> None:
         """Note and say, once, that PyTorch runs all units of a class from now on."""
         self.units_in_torch.setdefault(unit_class, reason)
-        self.say_in_torch(unit_class, unit_class, reason)
+        self.say_runs(Runner.TORCH, unit_class, unit_class, reason)
 
-    def say_in_torch(self, unit_class: str, what: str, reason: str) -> None:
-        """Say that PyTorch runs units of a class from now on, once for each reason."""
+    def say_runs(self, runner: Runner, unit_class: str, what: str, reason: str) -> None:
+        """Say what runs units of a class from now on, once for each reason."""
         if (unit_class, reason) not in self._said:
             self._said.add((unit_class, reason))
-            log.get_logger().info("PyTorch runs %s from now on: %s", what, reason)
+            log.get_logger().info("%s runs %s from now on: %s", runner.title, what, reason)
 
     def figures(self) -> dict[str, Any]:
         """Return the entries that every engine has in ``status()``: graphs, recompilations, units in PyTorch, ..."""

@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ort_zero import log
 from ort_zero.compat import torch_compile
+from ort_zero.compat.torch_compile import tree_leaves
 from ort_zero.compat.torch_modules import modules_of, named_modules_of
 from ort_zero.errors import ExportError
 from ort_zero.units import registry
@@ -19,6 +21,7 @@ from ort_zero.units.class_forward import ClassForward
 from ort_zero.units.engine import Engine, GraphCompiler
 from ort_zero.units.finding import Unit, multiplies
 from ort_zero.units.placement.agreement import Runner, agreement
+from ort_zero.units.placement.clocks import clock_of
 from ort_zero.units.placement.unit_trial import UnitTrial, trial_key
 from ort_zero.units.unit_forward import UnitForward, UnitRunner, is_compiled, replace_forward, restore_forward
 
@@ -162,8 +165,8 @@ class RunningUnit:
         self.reference: Any = weakref.ref(unit.module)
         # libraries change classes later: fully_shard, parametrizations
         self.unit_class = type(unit.module).__name__
-        self.is_slower = False
-        """Whether PyTorch runs the unit, since the compiled form of the unit was slower."""
+        self.runner: Runner | None = None
+        """What runs the unit by the decision of its trial; None before one."""
 
 
 class EngineRunner(UnitRunner):
@@ -211,18 +214,21 @@ class EngineRunner(UnitRunner):
         self._model.engine.call_on_step()  # it may be the last unit, and then no graph's run ends the step
 
     def trial_of(self, unit: nn.Module, inputs: Any) -> UnitTrial | None:
-        model = self._model
-        graphs = model.engine.timed_keys(unit, self._unit.unit_class)
-        if graphs is None:
+        model, unit_class = self._model, self._unit.unit_class
+        engine = model.engine
+        graphs = engine.timed_keys(unit, unit_class)
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        if graphs is None or not tensors:
             return None
-        key = trial_key(unit, inputs, graphs)
+        device = tensors[0].device
+        runners = engine.runners_on(device)
+        key = trial_key(unit, inputs, runners, graphs)
         if key not in model.trials:
-            model.trials[key] = UnitTrial(key, agreement(), slowdown=model.engine.slowdown)
+            model.trials[key] = UnitTrial(key, agreement(), runners, clock_of(device), engine.slowdown)
         trial = model.trials[key]
-        if trial.runner is Runner.TORCH:
-            self._unit.is_slower = True
-            unit_class = self._unit.unit_class
-            model.engine.say_in_torch(unit_class, f"{unit_class} {self._unit.path} and its equals", trial.reason)
-            if all(each.is_slower for each in model.units if each.unit_class == unit_class):
-                model.engine.leave_to_torch(unit_class, trial.reason)
+        self._unit.runner = trial.runner
+        if trial.runner is not None and trial.runner is not runners[0]:
+            engine.say_runs(trial.runner, unit_class, f"{unit_class} {self._unit.path} and its equals", trial.reason)
+            if all(each.runner is Runner.TORCH for each in model.units if each.unit_class == unit_class):
+                engine.leave_to_torch(unit_class, trial.reason)
         return trial

@@ -37,6 +37,10 @@ class UnitRunner:
         """Return the compiled form of a function of the unit and its arguments; called again for another function."""
         raise NotImplementedError
 
+    def form(self, unit: nn.Module, function: Callable[..., Any], runner: Runner) -> Callable[..., Any]:
+        """Return the compiled form by a runner that a trial of the unit chooses; called for each call of the trial."""
+        return self.compile(unit, function)
+
     def failed(self, error: Exception) -> None:
         """Raise the error of a compilation that failed; a subclass may return, and PyTorch runs the unit."""
         raise error
@@ -79,9 +83,9 @@ class UnitForward:
         self.is_suspended = False
         """Whether PyTorch runs the unit for now."""
         self.is_timed = False
-        """Whether calls are timed, compiled and in PyTorch by turns."""
+        """Whether calls are timed, by each runner in turn."""
         self.is_settled = False
-        """Whether it is decided if the unit stays compiled."""
+        """Whether it is decided what runs the unit."""
         functools.update_wrapper(self, original, updated=())
         self.__signature__ = inspect.signature(types.MethodType(original, unit))
 
@@ -100,21 +104,24 @@ class UnitForward:
             self.compiled = self.runner.compile(self.unit, self.original)
         self.calls += 1
         # not in a backward: activation checkpointing must compute again what the forward has computed
-        trial = None
+        trial, form = None, self.compiled
         if (self.is_timed or self.calls in _ASKED) and not in_backward():
             trial = self._trial((args, kwargs))
             if self.compiled is None:
                 self.runner.gone_to_torch()
                 return self._run_plainly(self.unit, args, kwargs)
+            form = self.compiled
         call, node = None, self.runner.graph_node
         if self.calls <= _WATCHED and node is not None and torch.is_grad_enabled() and saves_plainly():
             call = Call(self.unit, self.original, (args, kwargs), self.runner.differentiated)
         try:
             if trial is not None:
-                results, is_compiled = trial.run(self.compiled, self.original, self.unit, args, kwargs)
+                runner = trial.turn()
+                form = self._form(runner)
+                results = trial.run(runner, form, self.unit, args, kwargs)
             else:
-                results, is_compiled = self.compiled(self.unit, *args, **kwargs), True
-            if call is not None and node is not None and is_compiled:
+                results = form(self.unit, *args, **kwargs)
+            if call is not None and node is not None and form is not self.original:
                 call.watch(results, node)
             return results
         except Exception as error:
@@ -135,8 +142,11 @@ class UnitForward:
             return self.original.function(*args, **kwargs)
         return type(module).forward(module, *args, **kwargs)
 
+    def _form(self, runner: Runner) -> Callable[..., Any]:
+        return self.original if runner is Runner.TORCH else self.runner.form(self.unit, self.original, runner)
+
     def _trial(self, inputs: Any) -> UnitTrial | None:
-        """Return the trial that a call belongs to, or None; leave the unit to PyTorch where that is faster."""
+        """Return the trial that a call belongs to, or None; hand the unit to the runner that a trial has decided on."""
         if getattr(self.compiled, "must_stay_compiled", False):
             self.is_settled = True
             return None
@@ -151,8 +161,8 @@ class UnitForward:
             return None
         self.is_timed = trial is not None and trial.runner is None
         self.is_settled = trial is not None and trial.runner is not None
-        if trial is not None and trial.runner is Runner.TORCH:
-            self.compiled = None
+        if trial is not None and trial.runner is not None:
+            self.compiled = None if trial.runner is Runner.TORCH else self._form(trial.runner)
         return trial if self.is_timed else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitForward:

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,21 @@ _FILE = "placements.json"
 
 
 class Runner(enum.Enum):
-    """The runtime that runs a segment."""
+    """What runs a segment or a unit."""
 
     ONNXRUNTIME = "onnxruntime"
+    INDUCTOR = "inductor"
     TORCH = "torch"
+
+    @property
+    def title(self) -> str:
+        """The name in texts."""
+        return {"onnxruntime": "ONNX Runtime", "inductor": "Inductor", "torch": "PyTorch"}[self.value]
 
 
 Decision = tuple[Runner, float]
-"""The faster runtime, and the seconds that ONNX Runtime saves in a run: negative where PyTorch is faster."""
+"""The fastest runner, and the seconds that the fastest one but PyTorch saves in a run over the fastest of the others:
+negative where PyTorch is the fastest."""
 
 
 class Agreement:
@@ -68,17 +75,19 @@ class Agreement:
             self._placements[key] = told
         return _read_decision(self._placements[key])
 
-    def place_faster(
-        self, key: str, in_ort: Sequence[float], in_torch: Sequence[float], slowdown: float = 1.0
-    ) -> Decision:
-        """Propose the runtime with the shortest run to all ranks, and return their decision: the first rank's.
+    def place_fastest(self, key: str, times: Mapping[Runner, Sequence[float]], slowdown: float = 1.0) -> Decision:
+        """Propose the runner with the shortest run to all ranks, and return their decision: the first rank's.
 
         Args:
-            slowdown: ONNX Runtime may take this multiple of PyTorch's seconds.
+            times: the seconds of runs, of two runners or more.
+            slowdown: the fastest runner but PyTorch may take this multiple of PyTorch's seconds.
         """
-        gain = min(in_torch) - min(in_ort)
-        faster = Runner.ONNXRUNTIME if min(in_ort) <= slowdown * min(in_torch) else Runner.TORCH
-        return self._place(key, f"{faster.value} {gain:.3g}")
+        least = {runner: min(seconds) for runner, seconds in times.items()}
+        fastest = min(least.keys() - {Runner.TORCH}, key=least.__getitem__)
+        gain = min(seconds for runner, seconds in least.items() if runner is not fastest) - least[fastest]
+        if Runner.TORCH in least and least[fastest] > slowdown * least[Runner.TORCH]:
+            fastest = Runner.TORCH
+        return self._place(key, f"{fastest.value} {gain:.3g}")
 
     def _place(self, key: str, proposed: str) -> Decision:
         store = _store()

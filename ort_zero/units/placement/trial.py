@@ -154,7 +154,8 @@ class Trial:
         results = _in_ort(by_ort) if in_ort else by_torch()
         self._times.append(self.clock() - begin)  # not of a run that an error or Ctrl-C has ended
         if len(self._times) == 2 * _CLOSE_RUNS or (not in_ort and self._is_clear()):
-            self._place(agreement.place_faster(self.key, self._times[::2], self._times[1::2]))
+            times = {Runner.ONNXRUNTIME: self._times[::2], Runner.TORCH: self._times[1::2]}
+            self._place(agreement.place_fastest(self.key, times))
         return results
 
     def _is_clear(self) -> bool:

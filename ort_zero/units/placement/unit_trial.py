@@ -1,4 +1,4 @@
-"""Time whole units, compiled and in PyTorch by turns, and have the faster form run them.
+"""Time the forms of whole units by turns, compiled ones and PyTorch's, and have the fastest run them.
 
 The times of segments leave out what surrounds them: Dynamo's guards, AOTAutograd's code, calls from Python between
 large products. They also leave out what a unit's own forward takes more than the form in PyTorch of its segments.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,64 +21,89 @@ from ort_zero.units.placement.agreement import Agreement, Runner
 
 _RUNS = 12
 """Number of timed forwards and backwards in each form; the fastest counts, which noise disturbs least."""
-_MAX_CALLS = 8 * _RUNS
-"""Largest number of timed calls of a unit. The unit then stays compiled, since too few of the calls had a backward."""
+_MAX_CALLS = 4 * _RUNS
+"""Largest number of timed calls of each form. The unit then stays as it is, since too few of the calls had a backward.
+"""
+_FIRST_RUNS = 4
+"""Number of timed runs of each form after which a form is left out that is slower than the fastest by far."""
+_FAR = 1.5
+"""Multiple of the fastest form's seconds that is slower by far."""
 
 
 class UnitTrial:
     """The times of equal units, and the form that runs them.
 
     Args:
-        key: name of the units' content, the same on all ranks and in all processes.
+        key: name of the units' content and of the runners, the same on all ranks and in all processes.
+        runners: the candidates; units run in the first one until this trial, and stay there if they cannot be timed.
         slowdown: units stay compiled while they take at most this multiple of their time in PyTorch.
     """
 
     def __init__(
-        self, key: str, agreement: Agreement, clock: Callable[[], float] = time.perf_counter, slowdown: float = 1.0
+        self,
+        key: str,
+        agreement: Agreement,
+        runners: Sequence[Runner] = (Runner.ONNXRUNTIME, Runner.TORCH),
+        clock: Callable[[], float] = time.perf_counter,
+        slowdown: float = 1.0,
     ):
         self._key = key
         self._agreement = agreement
+        self._runners = list(runners)
+        """The candidates that have not been left out."""
         self._clock, self._slowdown = clock, slowdown
         self._calls = 0
-        self._times: dict[Runner, list[float]] = {runner: [] for runner in Runner}
+        self._times: dict[Runner, list[float]] = {runner: [] for runner in runners}
         decided = agreement.placement(key)
         self.runner: Runner | None = decided[0] if decided is not None else None
-        """The decision: ``ONNXRUNTIME`` runs units compiled, ``TORCH`` by their own forwards; None until it is made."""
+        """What runs the units from now on, ``TORCH`` by their own forwards; None until that is decided."""
         self._gain = decided[1] if decided is not None else None
 
     @property
     def reason(self) -> str:
-        """Why PyTorch runs the units."""
-        return f"a forward and a backward take {-1e3 * (self._gain or 0):.2f} ms less than compiled"
+        """Why the runner runs the units."""
+        than = "compiled" if self.runner is Runner.TORCH else "by the next one"
+        return f"a forward and a backward take {1e3 * abs(self._gain or 0):.2f} ms less than {than}"
 
-    def run(
-        self, compiled: Callable[..., Any], original: Callable[..., Any], unit: nn.Module, args: Any, kwargs: Any
-    ) -> tuple[Any, bool]:
-        """Call a unit and time the call; calls run compiled and in plain PyTorch by turns.
+    @property
+    def milliseconds(self) -> dict[str, float]:
+        """The shortest forward and backward by each runner that was timed here."""
+        return {runner.value: 1e3 * min(seconds) for runner, seconds in self._times.items() if seconds}
 
-        Returns:
-            The unit's results; True if `compiled` ran, False if `original` did.
-        """
-        # by turns, and the other way round after some calls: a layer has each form in turn, however many layers
-        in_torch = (self._calls + self._calls // 8) % 2 == 1
+    def leave_out(self, runner: Runner) -> None:
+        """Have a runner run the units no more, on this rank: it fails, or cannot win."""
+        if runner in self._runners:
+            self._runners.remove(runner)
+        if self.runner is runner:
+            self.runner = Runner.TORCH
+        elif self.runner is None and len(self._runners) == 1:
+            (self.runner,) = self._runners
+
+    def turn(self) -> Runner:
+        """Return the runner of the next call; each form of a layer has its turn, however many layers there are."""
+        count = len(self._runners)
         self._calls += 1
+        return self._runners[(self._calls - 1 + (self._calls - 1) // (4 * count)) % count]
+
+    def run(self, runner: Runner, form: Callable[..., Any], unit: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call the form of a unit that :meth:`turn` has chosen, time the call, and return the results."""
         begin = self._clock()
-        results = (original if in_torch else compiled)(unit, *args, **kwargs)
-        self._watch(Runner.TORCH if in_torch else Runner.ONNXRUNTIME, self._clock() - begin, (args, kwargs), results)
-        if self._calls >= _MAX_CALLS and self.runner is None:
-            self.runner = Runner.ONNXRUNTIME
-        return results, not in_torch
+        results = form(unit, *args, **kwargs)
+        self._watch(runner, self._clock() - begin, (args, kwargs), results)
+        if self.runner is None and self._calls >= _MAX_CALLS * len(self._runners):
+            self.runner = self._runners[0]
+        return results
 
     def _watch(self, runner: Runner, seconds: float, inputs: Any, results: Any) -> None:
         """Register autograd hooks that time the backward of a call, and add it to the seconds of the forward.
 
-        It begins at the first result's gradient, and ends when an input has its gradient. The unit stays compiled if no
-        input takes one, and on a GPU, which works on after a call has returned.
+        It begins at the first result's gradient, and ends when an input has its gradient. The unit stays as it is if no
+        input takes one.
         """
         made = [leaf.grad_fn for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
         read = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if not made or not read or read[0].device.type != "cpu":
-            self.runner = Runner.ONNXRUNTIME
+        if not made or not read:
+            self.runner = self.runner or self._runners[0]
             return
         begin: list[float] = []
 
@@ -96,15 +121,22 @@ class UnitTrial:
 
     def _add(self, runner: Runner, seconds: float) -> None:
         self._times[runner].append(seconds)
-        if self.runner is None and all(len(times) >= _RUNS for times in self._times.values()):
-            in_ort, in_torch = self._times[Runner.ONNXRUNTIME], self._times[Runner.TORCH]
-            self.runner, self._gain = self._agreement.place_faster(self._key, in_ort, in_torch, self._slowdown)
+        runs = min(len(self._times[each]) for each in self._runners)
+        if self.runner is not None or runs < _FIRST_RUNS:
+            return
+        least = {each: min(self._times[each]) for each in self._runners}
+        near = [each for each, shortest in least.items() if shortest <= _FAR * min(least.values())]
+        if runs >= _RUNS or len(near) == 1:
+            times = {each: self._times[each] for each in self._runners}
+            self.runner, self._gain = self._agreement.place_fastest(self._key, times, self._slowdown)
+        else:
+            self._runners = near
 
 
-def trial_key(unit: nn.Module, inputs: Any, graphs: Iterable[str]) -> str:
-    """Return the key of a unit's calls, shared by units of equal class, parameters, inputs and names of graphs."""
+def trial_key(unit: nn.Module, inputs: Any, runners: Iterable[Runner], graphs: Iterable[str]) -> str:
+    """Return the key of a unit's calls: of equal class, parameters, inputs, candidates and names of graphs."""
     parameters = [full_shape(parameter) for parameter in parameters_of(unit)]
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     read = [(tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
-    facts = (type(unit).__qualname__, unit.training, parameters, read, sorted(graphs))
+    facts = (type(unit).__qualname__, unit.training, parameters, read, [each.value for each in runners], sorted(graphs))
     return "unit_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

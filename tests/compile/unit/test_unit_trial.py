@@ -81,7 +81,7 @@ def unit_with(
 )
 def test_the_faster_form_keeps_the_unit(tmp_path, compiled, original, slowdown, faster):
     clock = Clock()
-    trial = UnitTrial("unit", Agreement(tmp_path), clock, slowdown)
+    trial = UnitTrial("unit", Agreement(tmp_path), clock=clock, slowdown=slowdown)
     unit = unit_with(clock, trial, compiled, original)
     for _ in range(40):
         step(unit)
@@ -89,10 +89,60 @@ def test_the_faster_form_keeps_the_unit(tmp_path, compiled, original, slowdown, 
     assert UnitTrial("unit", Agreement(tmp_path)).runner is faster, "the next start does not time again"
 
 
+THREE = Runner.ONNXRUNTIME, Runner.INDUCTOR, Runner.TORCH
+
+
+def decided(seconds: dict[Runner, tuple[float, float]], **options) -> tuple[UnitTrial, int]:
+    """Return the trial of a unit whose forms take these seconds, and the number of calls until its decision."""
+    clock = Clock()
+    trial = UnitTrial("unit", Agreement(), tuple(seconds), clock, **options)
+    forms = {runner: clock.form(*times) for runner, times in seconds.items()}
+    calls = 0
+    while trial.runner is None:
+        calls += 1
+        runner = trial.turn()
+        x = torch.ones(3, requires_grad=True)
+        trial.run(runner, forms[runner], nn.Identity(), (x + 1,), {}).sum().backward()
+    return trial, calls
+
+
+@pytest.mark.parametrize("fastest", THREE)
+def test_the_fastest_of_three_runs_the_unit(fastest: Runner):
+    trial, calls = decided({runner: (1.0, 2.0 if runner is fastest else 2.5) for runner in THREE})
+    assert trial.runner is fastest and calls >= 36
+    assert trial.milliseconds == {each.value: 3000.0 if each is fastest else 3500.0 for each in THREE}
+    assert "500.00 ms less" in trial.reason
+
+
+def test_a_form_that_is_slower_by_far_is_left_out_early():
+    trial, calls = decided(dict(zip(THREE, ((2.0, 3.0), (1.0, 2.0), (1.0, 1.9)), strict=True)))
+    assert trial.runner is Runner.TORCH and 12 + 2 * 8 <= calls < 36
+    trial, calls = decided(dict(zip(THREE, ((2.0, 3.0), (2.0, 3.0), (1.0, 2.0)), strict=True)))
+    assert trial.runner is Runner.TORCH and calls < 20
+
+
+def test_a_runner_that_fails_is_left_out():
+    trial = UnitTrial("unit", Agreement(), THREE)
+    trial.leave_out(Runner.INDUCTOR)
+    assert {trial.turn() for _ in range(20)} == {Runner.ONNXRUNTIME, Runner.TORCH} and trial.runner is None
+    trial.leave_out(Runner.ONNXRUNTIME)
+    assert trial.runner is Runner.TORCH, "nothing else is left"
+    trial, _ = decided({runner: (1.0, 2.0 if runner is Runner.INDUCTOR else 2.5) for runner in THREE})
+    trial.leave_out(Runner.INDUCTOR)
+    assert trial.runner is Runner.TORCH, "its graphs failed later"
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 12])
+def test_each_layer_has_each_form_in_turn(layers: int):
+    trial = UnitTrial("unit", Agreement(), THREE)
+    had = [[trial.turn() for _ in range(layers)] for _ in range(40)]
+    assert all({step[layer] for step in had} == set(THREE) for layer in range(layers))
+
+
 @pytest.mark.parametrize("takes_gradient", [True, False])
 def test_a_unit_without_backwards_stays_compiled(takes_gradient: bool):
     clock = Clock()
-    trial = UnitTrial("unit", Agreement(), clock)
+    trial = UnitTrial("unit", Agreement(), clock=clock)
     unit = unit_with(clock, trial, (2.0, 2.0), (1.0, 1.0))
     for _ in range(130):
         unit(torch.ones(3, requires_grad=takes_gradient))
@@ -102,7 +152,7 @@ def test_a_unit_without_backwards_stays_compiled(takes_gradient: bool):
 
 def test_what_is_checkpointed_is_not_timed():
     clock = Clock()
-    trial = UnitTrial("unit", Agreement(), clock)
+    trial = UnitTrial("unit", Agreement(), clock=clock)
     unit = unit_with(clock, trial, (2.0, 2.0), (1.0, 1.0))
     for _ in range(40):
         x = torch.ones(3, requires_grad=True)
