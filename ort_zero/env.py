@@ -10,6 +10,7 @@
 | ``ORT_ZERO_MEMORY_TRIAL`` | internal: file with the request of ``ort-zero memory plan`` to the script that it runs |
 | ``ORT_ZERO_PROFILE`` | internal: file with the request of ``ort-zero profile`` to the script that it runs |
 | ``ORT_ZERO_EXPLAIN`` | internal: file with the request of ``ort-zero explain`` to the script that it runs |
+| ``ORT_ZERO_STATISTICS`` | internal: file with the request of ``ort-zero stats run`` to the script that it runs |
 
 ``OMP_NUM_THREADS`` is the number of threads of ONNX Runtime too; by default a rank has its share of the cores.
 ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are set by the launchers.
@@ -25,6 +26,7 @@ from pathlib import Path
 MEMORY_TRIAL = "ORT_ZERO_MEMORY_TRIAL"
 PROFILE = "ORT_ZERO_PROFILE"
 EXPLAIN = "ORT_ZERO_EXPLAIN"
+STATISTICS = "ORT_ZERO_STATISTICS"
 _TRUE = {"1", "true", "yes", "on"}
 _RANKS_OF_HOST = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """Variables of torchrun, DeepSpeed's launcher and Open MPI with the number of ranks on this host."""
@@ -83,6 +85,12 @@ def request_file(variable: str) -> Path | None:
         variable: :data:`MEMORY_TRIAL`, :data:`PROFILE` or :data:`EXPLAIN`.
     """
     name = os.environ.get(variable)
+    return Path(name) if name else None
+
+
+def statistics_file() -> Path | None:
+    """Return the file with the request of ``ort-zero stats run`` to this process; None without a request."""
+    name = os.environ.get(STATISTICS)
     return Path(name) if name else None
 
 

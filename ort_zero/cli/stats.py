@@ -1,27 +1,22 @@
-"""Run ``ort-zero stats``: write the statistics of two runs side by side, or find their first difference."""
+"""Run ``ort-zero stats``: check one run, find the first difference of two, or write them side by side."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import math
-from collections.abc import Mapping
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ort_zero.cli import print_json
+from ort_zero.cli.stats_check import add_check
+from ort_zero.cli.stats_run import add_run
+from ort_zero.cli.stats_texts import as_json, text_of
 from ort_zero.statistics import extra
-from ort_zero.statistics.naming import module_name, span
-from ort_zero.utils import tables
+from ort_zero.statistics.naming import span
 
 if TYPE_CHECKING:
-    from ort_zero.statistics.compare.comparison import ComparedRecord, Comparison
     from ort_zero.statistics.compare.merge import MergeReport
-    from ort_zero.statistics.records import RunInfo
 
-_MAX_SHOWN = 10
-_HEAD = ("step", "rank", "phase", "module", "tensor", "kind", "error", "tolerance", "inherited", "l2 of a", "l2 of b")
-_LEFT = {"phase", "module", "tensor", "kind"}
 _EPILOG = "The folders of runs are written by StatisticsSubscriber(output_dir=...)."
 
 
@@ -30,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> tuple[argparse.Argumen
     text = "compare statistics that two runs collected of their activations and gradients"
     parser = subparsers.add_parser("stats", help=text, description=text, epilog=_EPILOG, allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    return _add_compare(commands), _add_merge(commands)
+    return _add_compare(commands), add_check(commands), add_run(commands), _add_merge(commands)
 
 
 def _add_compare(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -110,73 +105,3 @@ def text_of_merge(report: MergeReport) -> str:
     counted = f"{report.records:,} records" + (f" ({', '.join(only)})" if only else "")
     written = f"wrote {report.output_dir}: {span(report.steps)} of {len(report.ranks)} ranks, {counted}"
     return "\n".join([*(f"note: {note}" for note in report.notes), written])
-
-
-def as_json(comparison: Comparison, html: str | None = None) -> dict[str, Any]:
-    """Return a comparison as plain values, without the report's series; NaN and inf become text."""
-    plain = {
-        field.name: getattr(comparison, field.name)
-        for field in dataclasses.fields(comparison)
-        if field.name != "series"
-    }
-    return {"same": comparison.verdict.same, **_plain(plain), "html": html}
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Enum):
-        return value.name.lower()
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-def text_of(comparison: Comparison, html: str | None = None) -> str:
-    """Return a comparison as the lines that the command prints, the first divergence first."""
-    word = "same: " if comparison.verdict.same else "differs: "
-    lines = [word + comparison.verdict.text.removeprefix(word), ""]
-    lines += [f"a: {describe(comparison.a)}", f"b: {describe(comparison.b)}"]
-    counts = [f"{number:,} {kind}" for kind, number in comparison.counts.items() if number]
-    lines.append(
-        f"compared: {comparison.records:,} pairs of records of {span(comparison.steps)}, rtol {comparison.rtol}: "
-        f"{', '.join(counts) or 'none differs'}"
-    )
-    lines += [f"note: {note}" for note in comparison.notes]
-    if comparison.differences:
-        lines += ["", *_table(comparison.differences[:_MAX_SHOWN])]
-        total = sum(comparison.counts.values())
-        if total > _MAX_SHOWN:
-            lines.append(f"... and {total - _MAX_SHOWN:,} more" + ("" if html else " (--html FILE shows them)"))
-    if html:
-        lines += ["", f"report: {html}"]
-    return "\n".join(lines)
-
-
-def describe(info: RunInfo) -> str:
-    """Return the path and the facts of a run in one line."""
-    ranks = "1 rank" if info.world_size == 1 else f"{info.world_size} ranks"
-    facts = (info.backend, info.model, info.dtype, f"ZeRO-{info.zero_stage}", ranks, span(info.steps))
-    return f"{info.path} ({', '.join(fact for fact in facts if fact)})"
-
-
-def _table(differences: list[ComparedRecord]) -> list[str]:
-    rows: list[tuple[str, ...]] = [_HEAD]
-    for one in differences:
-        rows.append(
-            (
-                str(one.step),
-                str(one.rank),
-                one.phase.name.lower().replace("_", " "),
-                module_name(one.module, one.occurrence),
-                one.tensor,
-                one.kind,
-                *(f"{value:.2e}" for value in (one.error, one.tolerance, one.inherited)),
-                *(f"{side['l2']:.6g}" for side in (one.a, one.b)),
-            )
-        )
-    return tables.aligned(rows, right={i for i, name in enumerate(_HEAD) if name not in _LEFT})

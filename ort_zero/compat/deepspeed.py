@@ -13,6 +13,7 @@ from ort_zero.errors import PatchError
 from ort_zero.utils.patching import defined_in
 
 ENGINE = "deepspeed.runtime.engine"
+CONFIG = "deepspeed.runtime.config"
 ENGINE_INIT = f"{ENGINE}:DeepSpeedEngine.__init__"
 ZERO_TO_FP32 = "deepspeed.utils.zero_to_fp32"
 READ_FP32_STATE = f"{ZERO_TO_FP32}:_get_fp32_state_dict_from_zero_checkpoint"
@@ -97,6 +98,13 @@ def has_masters_without_zero(engine: Any) -> bool:
 def world_size_and_stage(engine: Any) -> tuple[int, int]:
     """Return the number of data-parallel ranks of the engine, and its ZeRO stage."""
     return int(engine.seq_dp_world_size), int(engine.zero_optimization_stage())
+
+
+def all_ranks_are_replicas(engine: Any) -> bool:
+    """Return True for an engine with data parallelism alone: no pipeline, tensor, sequence or expert parallelism."""
+    import torch.distributed as dist
+
+    return bool(engine.dp_world_size == dist.get_world_size() and not getattr(engine, "has_moe_layers", False))
 
 
 def flops_are_counted(engine: Any) -> Callable[[], bool]:

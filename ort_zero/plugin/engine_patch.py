@@ -15,7 +15,15 @@ from ort_zero.cpu_memory import measures
 from ort_zero.distributed import lone_failures
 from ort_zero.distributed.missing_ranks import note_this_rank, remember_ranks
 from ort_zero.errors import CheckpointError, ConfigError
-from ort_zero.plugin import compile_progress, loading, metrics, profiled_script, statistics, summary
+from ort_zero.plugin import (
+    collected_script,
+    compile_progress,
+    loading,
+    metrics,
+    profiled_script,
+    statistics,
+    summary,
+)
 from ort_zero.plugin.zero3_hooks import patches as zero3_patches
 from ort_zero.units import registry
 from ort_zero.utils.patching import Patch, defined_in
@@ -26,6 +34,7 @@ def _engine_init(original):
     def __init__(self, *args, **kwargs):
         note_this_rank()  # first: after the collectives of the constructor each rank can read all notes
         bound, ds_config = ds_compat.config_of(original, self, args, kwargs)
+        ds_config = collected_script.changed(ds_config)
         section = config.section_of(ds_config)
         if section is None or profiled_script.in_torch():
             measures.begin(False)
@@ -84,7 +93,8 @@ def _note(engine: Any) -> None:
         )
     from ort_zero.statistics.collect.subscriber_manager import remember
 
-    remember(engine.module, zero_stage=int(engine.zero_optimization_stage()))
+    stage = int(engine.zero_optimization_stage())
+    remember(engine.module, zero_stage=stage, data_parallel=ds_compat.all_ranks_are_replicas(engine))
 
 
 def _subscribe(engine: Any, section: config.StatisticsConfig) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ort_zero import env
-from ort_zero.plugin import explained_script
+from ort_zero.plugin import collected_script, explained_script
 from ort_zero.units import registry
 
 _ACCELERATES_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
@@ -50,6 +50,7 @@ def autoload() -> None:
         _state["armed"] = _state["bare"] = True
         if os.environ.get(_ACCELERATES_CONFIG, "none") != "none":
             atexit.register(_warn_of_unused_section)
+        collected_script.arm()
         sys.meta_path.insert(0, _WaitForImports)  # type: ignore[arg-type]
         for name, arm in tuple(_HOOKS.items()):
             if name in sys.modules:
@@ -177,6 +178,8 @@ def enable() -> None:
     from ort_zero.plugin.zero3_hooks import patches as hook_patches
 
     registry.apply("deepspeed", lambda: (*engine_patch.PATCHES, *hook_patches.PATCHES, *fp32_patch.patches()))
+    if collected_script.request() is not None:
+        registry.apply("changed config", collected_script.patches)
     with contextlib.suppress(PatchError):  # another torch or DeepSpeed: they say less
         registry.apply("compiled operators", torch_extensions.patches)
     _state["auto_error"] = None

@@ -7,6 +7,7 @@ from typing import Any
 
 from ort_zero import config, log
 from ort_zero.compat.torch_modules import modules_of
+from ort_zero.plugin import collected_script
 from ort_zero.units import registry
 
 _collecting: Counter[str | None] = Counter()
@@ -46,8 +47,11 @@ def _mark(running: Any) -> None:
 
 
 def collect(model: Any, section: config.StatisticsConfig) -> Any:
-    """Collect statistics of a model, and return the session, None if the section disables it. All ranks must call."""
-    if not section.enabled:
+    """Collect statistics of a model, and return the session, None if the section disables it. All ranks must call.
+
+    A script that ``ort-zero stats run`` has started collects what the command asks for alone.
+    """
+    if not section.enabled or collected_script.request() is not None:
         return None
     from ort_zero.statistics.collect.subscriber import StatisticsSubscriber
     from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager

@@ -10,7 +10,7 @@ from ort_zero import config, env, log
 from ort_zero.compat import torch_compile
 from ort_zero.cpu_memory import measures
 from ort_zero.errors import ConfigError
-from ort_zero.plugin import compile_progress, loading, profiled_script, statistics, summary
+from ort_zero.plugin import collected_script, compile_progress, loading, profiled_script, statistics, summary
 from ort_zero.units import registry
 
 
@@ -39,7 +39,7 @@ def wrap(model: Any, **section: Any) -> Any:
         )
     if "metrics" in section:
         raise ConfigError("ort_zero.metrics: a model without a DeepSpeed engine has no steps; read ort_zero.status()")
-    if env.disabled() or not options.enabled:
+    if env.disabled() or not options.enabled or collected_script.section_is_off():
         return model
     if isinstance(model, DistributedDataParallel):
         model.module = wrap(model.module, **section)

@@ -188,17 +188,19 @@ def _steps_in(file: pa.NativeFile, path: Path) -> Iterator[StepLocation]:
         yield StepLocation(last, path, begin, file.tell() - begin)
 
 
-def encode_step(step: int, described: Mapping[str, Sequence], raw: np.ndarray) -> bytes:
+def encode_step(step: int, described: Mapping[str, Sequence], raw: np.ndarray, facts: str = "") -> bytes:
     """Return one step as an encapsulated Arrow message with the step's checksum in the custom metadata.
 
     Args:
         step: number of the step.
         described: the columns in :data:`DESCRIPTION`, see :class:`~.records.Table`.
         raw: float64 [rows, :data:`~.rows.WIDTH`]; the numbers of rows with a ``source`` are ignored.
+        facts: see :mod:`.facts`.
     """
+    metadata = {"ort_zero": _STAMP.format(step, 0), "facts": facts}
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, SCHEMA, options=_OPTIONS) as writer:
-        writer.write_batch(_batch(described, raw), custom_metadata={"ort_zero": _STAMP.format(step, 0)})
+        writer.write_batch(_batch(described, raw), custom_metadata=metadata)
     message = bytearray(memoryview(sink.getvalue())[len(_PLAIN_HEADER) : -len(END)])
     stamp = _STAMP_PATTERN.search(message)
     assert stamp is not None
@@ -246,7 +248,7 @@ def decode_step(at: StepLocation, last: dict[str, tuple[pa.Array, list]]) -> Tab
     data = at.read()
     if not _checksum_fits(data):
         raise StatisticsError(f"{at.path} is damaged: the bytes of step {at.number} were changed")
-    batch = pa.ipc.read_record_batch(pa.ipc.read_message(data), SCHEMA)
+    batch, metadata = pa.ipc.open_stream(_PLAIN_HEADER + data + END).read_next_batch_with_custom_metadata()
     columns: dict[str, Any] = {}
     for name in SCHEMA.names:
         column = batch.column(name)
@@ -259,4 +261,4 @@ def decode_step(at: StepLocation, last: dict[str, tuple[pa.Array, list]]) -> Tab
             columns[name] = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
         else:
             columns[name] = column.to_numpy(zero_copy_only=name != "partitioned")
-    return Table(step=at.number, **columns)
+    return Table(step=at.number, facts=metadata[b"facts"].decode(), **columns)

@@ -78,6 +78,8 @@ class Table:
     inf: np.ndarray
     first: np.ndarray
     sketch: np.ndarray
+    facts: str = ""
+    """What the step keeps beside its tensors, see :mod:`.facts`."""
 
     def __len__(self) -> int:
         return len(self.module)

@@ -40,8 +40,12 @@ class ScriptError(OrtZeroError):
         self.tail = list(tail)
 
 
-def command_line(script: Path, arguments: Sequence[str], launcher: str | None = None) -> list[str]:
+def command_line(
+    script: Path, arguments: Sequence[str], launcher: str | None = None, python: str = sys.executable
+) -> list[str]:
     """Return the command line that starts a script, behind the words of a launcher such as ``deepspeed --num_gpus 2``.
+
+    A launcher's program is first looked for beside the interpreter `python`.
 
     Raises:
         ConfigError: the script or the launcher's program does not exist, or the launcher is no command line.
@@ -49,14 +53,14 @@ def command_line(script: Path, arguments: Sequence[str], launcher: str | None = 
     if not script.is_file():
         raise ConfigError(f"the script {script} does not exist")
     if launcher is None:
-        return [sys.executable, str(script), *arguments]
+        return [python, str(script), *arguments]
     try:
         words = shlex.split(launcher)
     except ValueError as error:  # a quote is not closed
         raise ConfigError(f"--launcher {launcher!r}: {error}") from None
     if not words:
         raise ConfigError("--launcher is empty")
-    beside = Path(sys.executable).parent / words[0]  # not on PATH where Python is called by its path
+    beside = Path(python).parent / words[0]  # not on PATH where Python is called by its path
     program = str(beside) if beside.is_file() else shutil.which(words[0])
     if program is None:
         raise ConfigError(f"--launcher: there is no program {words[0]!r}")
@@ -76,7 +80,12 @@ class RequestedRun:
 
 
 def run_with_request(
-    command: Sequence[str], variable: str, request: Mapping[str, Any], is_done: Callable[[list[Any]], bool] = bool
+    command: Sequence[str],
+    variable: str,
+    request: Mapping[str, Any],
+    is_done: Callable[[list[Any]], bool] = bool,
+    environment: Mapping[str, str] | None = None,
+    log: Path | None = None,
 ) -> RequestedRun:
     """Run a command with a request in a file, until it ends or its ranks have written their reports, files of JSON.
 
@@ -88,6 +97,8 @@ def run_with_request(
         request: what the file asks for; ``"report"`` is added, the path to which rank n adds ``.n``.
         is_done: returns whether the reports so far are complete, by default whether there is one; asked twice a second.
             A script that continues after that is ended after :data:`GRACE_SECONDS`.
+        environment: more variables for the script.
+        log: file for what the script prints; None keeps the last lines alone.
 
     Raises:
         ConfigError: the script needs a launcher.
@@ -96,8 +107,9 @@ def run_with_request(
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps({**request, "report": str(folder / "report")}))
         # nothing else differs from a start by the user: another PATH would make DeepSpeed compile its operators again
-        variables = {**os.environ, variable: str(folder / "request.json"), "PYTHONUNBUFFERED": "1"}
-        log = folder / "log"
+        variables = {**os.environ, **(environment or {}), variable: str(folder / "request.json")}
+        variables["PYTHONUNBUFFERED"] = "1"
+        log = log or folder / "log"
         with open(log, "wb") as output, _ended_by_sigterm():
             process = subprocess.Popen(
                 command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,

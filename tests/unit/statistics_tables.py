@@ -179,7 +179,7 @@ def train(
 def take(table: Table, rows: list[int]) -> Table:
     """Return a table with some rows, in the order given."""
     columns = {}
-    for name in (one.name for one in dataclasses.fields(Table) if one.name != "step"):
+    for name in (one.name for one in dataclasses.fields(Table) if one.name not in ("step", "facts")):
         column = getattr(table, name)
         columns[name] = [column[row] for row in rows] if isinstance(column, list) else column[rows]
     return Table(step=table.step, **columns)

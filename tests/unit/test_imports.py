@@ -42,7 +42,7 @@ SPLIT = {"compile": {"conversion"}, "ortmodule": {"backend"}, "plugin": {"zero3_
                         "format", "reads",
                         "model_files", "deepspeed", "finding", "aggregation", "zero_to_fp32", "saves",
                         "loads", "conversions", "inspection"},
-         "statistics": {"collect", "compare"}}  # fmt: skip
+         "statistics": {"check", "collect", "compare"}}  # fmt: skip
 """Packages in which a module or a package below stands for itself; the package's own name means the rest of it."""
 ALLOWED: dict[str, set[str]] = {
     # what needs nothing of the rest
@@ -65,6 +65,7 @@ ALLOWED: dict[str, set[str]] = {
     "statistics": {"errors", "utils"},
     "statistics.collect": {"compat", "distributed", "env", "errors", "log", "statistics", "utils"},
     "statistics.compare": {"errors", "statistics", "utils"},
+    "statistics.check": {"errors", "statistics", "statistics.compare", "utils"},
     "profiling": {"env", "errors", "log", "utils"},
     # checkpoints: bytes in files, one record of what they hold, its readers, and what is done with it
     "checkpoint.files": {"errors", "utils.masking", "utils"},
@@ -136,7 +137,8 @@ ALLOWED: dict[str, set[str]] = {
     "hooks": {"statistics.collect", "statistics.compare", "utils"},
     "cli": {"__init__", "checkpoint.aggregation", "checkpoint.conversions", "checkpoint.files",
             "checkpoint.finding", "checkpoint.inspection", "compat", "config", "distributed", "doctor",
-            "env", "errors", "utils.masking", "profiling", "statistics", "statistics.compare", "utils"},
+            "env", "errors", "utils.masking", "profiling", "statistics", "statistics.check", "statistics.compare",
+            "utils"},
     "__main__": {"cli"},
 }  # fmt: skip
 """What each package may import, at module level or later: packages above its own line alone. Every entry is in use."""

@@ -56,7 +56,7 @@ def manifest_of(subscribed: SubscribedModel, start_step: int, end_step: int | No
         "run_id": run_id(),
         "rank": rank,
         "world_size": world_size,
-        **{"backend": subscribed.backend, "zero_stage": 0, **remembered(model)},
+        **{"backend": subscribed.backend, "zero_stage": 0, "data_parallel": False, **remembered(model)},
         "dtype": types.most_common(1)[0][0] if types else "",
         "model": type(model).__name__,
         "model_digest": digest,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,9 @@ from ort_zero.statistics.collect.module_calls import TensorSlot
 from ort_zero.statistics.collect.sampling import sampled
 from ort_zero.statistics.collect.subscribed_model import subscribed_model_of
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
+from ort_zero.statistics.collect.training_facts import FactsCollector
 from ort_zero.statistics.collect.writer import StatisticsWriter, taken
+from ort_zero.statistics.facts import Facts, encode
 from ort_zero.statistics.files import DESCRIPTION, file_name
 from ort_zero.statistics.records import Phase
 from ort_zero.statistics.rows import WIDTH
@@ -30,8 +33,8 @@ _MAX_PENDING = 8
 class CollectedStep:
     """The statistics of one step of one rank, collected row by row."""
 
-    def __init__(self, number: int, rows: int = 128):
-        self.number = number
+    def __init__(self, number: int, facts: Facts, rows: int = 128):
+        self.number, self.facts = number, facts
         self.columns: list[tuple] = []
         """The columns of each row except the statistics, in the order of ``DESCRIPTION``."""
         self.raw = np.zeros((rows, WIDTH))
@@ -54,8 +57,8 @@ class CollectedStep:
         self.used += 1
         return self.raw[self.used - 1]
 
-    def finished(self) -> tuple[dict[str, list], np.ndarray]:
-        """Return the columns that describe the rows, and the statistics, as the arguments of ``encode_step``.
+    def finished(self) -> tuple[dict[str, list], np.ndarray, str]:
+        """Return the columns that describe the rows, the statistics and the facts, as arguments of ``encode_step``.
 
         A row that refers to an earlier row gets the shape and dtype of the earlier row.
         """
@@ -68,7 +71,7 @@ class CollectedStep:
                 shapes[row], dtypes[row] = shapes[first], dtypes[first]
         names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(dtypes)}
         described["dtype"] = [names[dtype] for dtype in dtypes]
-        return described, self.raw[: self.used]
+        return described, self.raw[: self.used], encode(self.facts)
 
 
 class StatisticsSubscriber(SubscriberBase):
@@ -105,6 +108,7 @@ class StatisticsSubscriber(SubscriberBase):
         parameters: Literal["sample", "full", "off"] = "sample",
     ):
         self._writer: StatisticsWriter | None = None
+        self._facts: FactsCollector | None = None
         self._failed = False
         self._pending: list[CollectedStep] = []
         self._rows = 128
@@ -139,7 +143,9 @@ class StatisticsSubscriber(SubscriberBase):
         self._flush(all_of_them=False)
         if self._writer is None and not self._open(model):
             return
-        current = CollectedStep(step, self._rows)
+        if self._facts is None:
+            self._facts = FactsCollector(model, self.parameters != "off")
+        current = CollectedStep(step, self._facts.begin(model), self._rows)
         self._pending.append(current)
         if self.parameters != "off":
             owned = owned_parameters(model)
@@ -239,14 +245,19 @@ class StatisticsSubscriber(SubscriberBase):
     def _listen_to_gradients(self, owned: list[tuple[str, str, torch.nn.Parameter]]) -> None:
         for order, (path, name, parameter) in enumerate(owned):
             if parameter.requires_grad and order not in self._gradient_handles:
-                self._gradient_handles[order] = parameter.register_hook(self._listener(order, path, name))
+                listener = self._listener(order, path, name, weakref.ref(parameter))
+                self._gradient_handles[order] = parameter.register_hook(listener)
 
-    def _listener(self, order: int, path: str, name: str) -> Any:
+    def _listener(self, order: int, path: str, name: str, reference: weakref.ref[torch.nn.Parameter]) -> Any:
         key = (int(Phase.PARAMETER_GRADIENT), order)
+        full = f"{path}.{name}" if path else name
 
         def arrived(gradient: torch.Tensor | None) -> None:
             if gradient is None:
                 return  # an autograd Function, such as ORTModule's, may return None for a parameter
+            parameter = reference()
+            if self._facts is not None and parameter is not None:
+                self._facts.gradient_arrives(full, parameter)
             # the newest step first: backward of a sum of two losses begins with the loss that was computed last
             current = next((step for step in reversed(self._pending) if key not in step.with_gradient), None)
             if current is None:
@@ -261,6 +272,8 @@ class StatisticsSubscriber(SubscriberBase):
         return arrived
 
     def _stop_listening(self) -> None:
+        if self._facts is not None:
+            self._facts.close()
         for handle in self._gradient_handles.values():
             handle.remove()
         self._gradient_handles = {}

@@ -35,7 +35,10 @@ class GlobalSubscriberManager:
         Returns:
             The model with its subscribers; :meth:`SubscribedModel.remove` removes all subscribers.
         """
-        return subscribed_model.subscribe(unwrapped(model), tuple(subscribers))
+        root = unwrapped(model)
+        if any(base.__name__ == "DistributedDataParallel" for base in type(model).__mro__):
+            remember(root, data_parallel=True)
+        return subscribed_model.subscribe(root, tuple(subscribers))
 
 
 def unwrapped(model: Any) -> Module:
@@ -51,7 +54,12 @@ def unwrapped(model: Any) -> Module:
 
 
 def remember(model: Module, **facts: Any) -> None:
-    """Remember `zero_stage` of the engine around a model, or the `backend` of its units, for the manifests of runs."""
+    """Remember facts about a model for the manifests of its runs.
+
+    Args:
+        model: a module, wrapped or not.
+        facts: `zero_stage` of the engine around the model, `data_parallel` if all ranks are replicas, `backend`.
+    """
     _facts.setdefault(unwrapped(model), {}).update(facts)
 
 

@@ -72,7 +72,7 @@ class StatisticsWriter:
             ) from error
         self.alive = True
 
-    def append(self, step: int, described: Mapping[str, Sequence], raw: np.ndarray) -> None:
+    def append(self, step: int, described: Mapping[str, Sequence], raw: np.ndarray, facts: str = "") -> None:
         """Write one whole step; after an error of the file system warn once, and ignore all further steps.
 
         For the arguments see :func:`~ort_zero.statistics.files.encode_step`.
@@ -85,7 +85,7 @@ class StatisticsWriter:
         # a forked child shares the descriptor, but only the parent may write
         if not self.alive or os.getpid() != self._owner:
             return
-        data = encode_step(step, described, raw)
+        data = encode_step(step, described, raw, facts)
         self._last = step
         try:
             if not os.fstat(self._file.fileno()).st_nlink:

@@ -39,8 +39,12 @@ def write_report(comparison: Comparison, path: str | os.PathLike) -> Path:
     Raises:
         StatisticsError: the file exists and is not a report of ort_zero, or cannot be written.
     """
+    return write_page(path, _render(comparison))
+
+
+def write_page(path: str | os.PathLike, text: str) -> Path:
+    """Write a page of HTML, and replace an earlier one; for arguments and errors see :func:`write_report`."""
     target = check_target(path)
-    text = _render(comparison)
     try:
         write_text(target, text)
     except OSError as error:
@@ -66,17 +70,25 @@ def check_target(path: str | os.PathLike) -> Path:
     return target
 
 
-def _render(comparison: Comparison) -> str:
+def rendered(template: str, **values: Any) -> str:
+    """Return a template of :data:`_TEMPLATES` with its values filled in."""
     from jinja2 import Environment, FileSystemLoader
     from markupsafe import Markup
 
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, trim_blocks=True)
     environment.filters["text"] = _text
+    css = Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8"))
+    return environment.get_template(template).render(generator=GENERATOR, css=css, **values)
+
+
+def _render(comparison: Comparison) -> str:
+    from markupsafe import Markup
+
     payload, left_out = packed_records(comparison)
     a, b, verdict = comparison.a, comparison.b, comparison.verdict
     outcome = "same" if verdict.same else f"differs at {verdict.module or 'the root module'}"
-    return environment.get_template("report.html").render(
-        generator=GENERATOR,
+    return rendered(
+        "report.html",
         title=f"{outcome}: {Path(a.path).name} against {Path(b.path).name}",
         c=comparison,
         d=verdict.difference,
@@ -85,7 +97,6 @@ def _render(comparison: Comparison) -> str:
         facts=_facts(a, b),
         span=span(comparison.steps),
         notes=[*comparison.notes, *left_out],
-        css=Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8")),
         js=Markup((_TEMPLATES / "report.js").read_text(encoding="utf-8")),
         payload=Markup(payload),
     )

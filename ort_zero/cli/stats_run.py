@@ -1,0 +1,162 @@
+"""Run ``ort-zero stats run``: start a script twice, as it is and with a change, and compare the two runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ort_zero import env
+from ort_zero.cli import print_json
+from ort_zero.cli.script_options import add_script, positive, script_progress
+from ort_zero.cli.stats_texts import as_json, text_of
+from ort_zero.errors import ConfigError
+from ort_zero.utils import script_process
+
+_EPILOG = """Both runs begin with the same seeds, unless the script sets others, and end after the steps. The folder of
+--output gets statistics and log of each. Exit status: 0 = the same; 1 = they differ; 2 = a run failed, or cannot be
+compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What the second run has otherwise than the first."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    """Values in the DeepSpeed config by dotted path."""
+    environment: dict[str, str] = field(default_factory=dict)
+    autocast: bool = True
+    """False: ``torch.autocast`` does nothing."""
+    python: str | None = None
+    """Interpreter in place of this one."""
+
+    def __str__(self) -> str:
+        parts = [f"{path}={json.dumps(value)}" for path, value in self.config.items()]
+        parts += [f"{name}={value}" for name, value in self.environment.items()]
+        parts += ["no autocast"] if not self.autocast else []
+        return ", ".join([*parts, *([self.python] if self.python else [])])
+
+
+_WITHOUT_SECTION = {"ort_zero.enabled": False}
+AGAINST = {
+    "torch": Change(config=_WITHOUT_SECTION),
+    "zero0": Change(config={"zero_optimization.stage": 0}),
+    "fp32": Change(config={"bf16.enabled": False, "fp16.enabled": False}, autocast=False),
+    "eager": Change(config=_WITHOUT_SECTION, environment={"TORCHDYNAMO_DISABLE": "1"}),
+}
+"""The changes with names."""
+
+
+def add_run(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Add the command and return its parser."""
+    text = "start an unchanged script twice, as it is and with a change, and name where the two runs begin to differ"
+    parser = commands.add_parser("run", help=text, description=text, epilog=_EPILOG)
+    add_script(parser)
+    parser.add_argument(
+        "--against", choices=tuple(AGAINST),
+        help="torch: without the section; zero0: ZeRO-0; fp32: no half precision of DeepSpeed or autocast; eager: "
+        "without the section and torch.compile",
+    )  # fmt: skip
+    parser.add_argument(
+        "--change", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
+        help="another value in the DeepSpeed config, such as zero_optimization.stage=0 (repeatable)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--env", action="append", default=[], type=_assignment, metavar="NAME=VALUE",
+        help="another environment variable (repeatable)",
+    )  # fmt: skip
+    parser.add_argument("--python", metavar="FILE", help="another interpreter, of an environment that has ort_zero")
+    parser.add_argument("--steps", type=positive, default=5, metavar="N", help="collected steps (default: 5)")
+    parser.add_argument("--output", default="stats_run", metavar="DIR", help="new or empty folder (default: stats_run)")
+    parser.add_argument("--html", metavar="FILE", help="also write a report to look at, one file that opens offline")
+    parser.set_defaults(command="stats run", work=_run)
+    return parser
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return key, value
+
+
+def change_of(args: argparse.Namespace) -> Change:
+    """Return the change that the options describe.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    base = AGAINST[args.against] if args.against else Change()
+    change = Change(
+        config={**base.config, **{key: _value(text) for key, text in args.change}},
+        environment={**base.environment, **dict(args.env)},
+        autocast=base.autocast,
+        python=args.python,
+    )
+    if change == Change():
+        raise ConfigError("what should the second run change? give --against, --change, --env or --python")
+    return change
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _run(args: argparse.Namespace) -> int:
+    from ort_zero.statistics.compare.compare_runs import compare
+    from ort_zero.statistics.compare.report import check_target, write_report
+
+    output, change = Path(args.output), change_of(args)
+    runs = {"a": ("as it is", Change()), "b": (f"with {change}", change)}
+    commands = {
+        name: script_process.command_line(args.script, args.arguments, args.launcher, variant.python or sys.executable)
+        for name, (_, variant) in runs.items()
+    }
+    if output.exists() and (not output.is_dir() or os.listdir(output)):
+        raise ConfigError(f"--output {output} is not empty: choose another folder")
+    if args.html:
+        check_target(args.html)
+    output.mkdir(parents=True, exist_ok=True)
+    with script_progress("running", "run", args) as bar:
+        for name, (words, variant) in runs.items():
+            _start(commands[name], args, output / name, words, variant)
+            bar.update()
+    comparison = compare(str(output / "a"), str(output / "b"), progress=not args.json)
+    if args.html:
+        write_report(comparison, args.html)
+    logs = {name: str(output / f"{name}.log") for name in runs}
+    if args.json:
+        print_json({"change": str(change), "logs": logs, **as_json(comparison, args.html)})
+    else:
+        print(text_of(comparison, args.html))
+        print("\n".join(f"{name} ran {words}: {logs[name]}" for name, (words, _) in runs.items()))
+    return 0 if comparison.verdict.same else 1
+
+
+def _start(command: list[str], args: argparse.Namespace, folder: Path, words: str, change: Change) -> None:
+    """Run the script once, and keep its statistics and its log.
+
+    Raises:
+        ScriptError: it failed, or called no model that trains.
+    """
+    log = folder.with_suffix(".log")
+    done = script_process.run_with_request(
+        command,
+        env.STATISTICS,
+        {
+            "output_dir": str(folder.absolute()), "steps": args.steps, "changes": change.config,
+            "autocast": change.autocast,
+        },
+        environment={"PYTHONHASHSEED": "0", **change.environment},
+        log=log,
+    )  # fmt: skip
+    if done.status or not folder.is_dir():
+        why = f"ended with status {done.status}" if done.status else "called no model whose parameters train"
+        raise script_process.ScriptError(f"{args.script}, run {words}, {why}; its output is in {log}", done.tail)

@@ -1,0 +1,124 @@
+"""Collect the statistics of a script that ``ort-zero stats run`` has started, with the change that the command asks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ort_zero import env
+from ort_zero.utils.atomic_write import write_json
+from ort_zero.utils.patching import Patch, defined_in
+
+
+@functools.cache
+def request() -> dict[str, Any] | None:
+    """Return what ``ort-zero stats run`` asks of this process; None unless it has started the process."""
+    path = env.statistics_file()
+    return None if path is None else json.loads(path.read_text(encoding="utf-8"))
+
+
+def arm() -> None:
+    """Seed random numbers, and collect the first model that trains; does nothing if no command asks for it."""
+    asked = request()
+    if asked is None:
+        return
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    if not asked["autocast"]:
+        torch.autocast.__init__ = _disabled(torch.autocast.__init__)  # type: ignore[method-assign]
+    call = torch.nn.Module.__call__
+
+    @functools.wraps(call)
+    def first_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
+            torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+            _collect(self, asked)
+        return call(self, *args, **kwargs)
+
+    torch.nn.Module.__call__ = first_call  # type: ignore[method-assign]
+
+
+def _collect(model: Any, asked: dict[str, Any]) -> None:
+    from ort_zero.statistics.collect.subscriber import StatisticsSubscriber
+    from ort_zero.statistics.collect.subscriber_base import SubscriberBase
+    from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager
+
+    class End(SubscriberBase):
+        """Ends the script before the first step that is not collected."""
+
+        start_step = asked["steps"]
+
+        def pre_forward_model_apply(self, step: int, model: Any) -> None:
+            write_json(Path(f"{asked['report']}.{env.rank()}"), {"steps": step})
+            raise SystemExit(0)
+
+    collected = StatisticsSubscriber(asked["output_dir"], end_step=asked["steps"])
+    GlobalSubscriberManager.subscribe(model, [collected, End()])
+
+
+def _disabled(init: Callable[..., None]) -> Callable[..., None]:
+    """Return the constructor of ``torch.autocast`` with ``enabled=False``, whatever the script says."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["enabled"] = False
+        init(*bound.args, **bound.kwargs)
+
+    return __init__
+
+
+def section_is_off() -> bool:
+    """Return True if the script runs without its section."""
+    asked = request()
+    return asked is not None and asked["changes"].get("ort_zero.enabled") is False
+
+
+def changed(ds_config: Any) -> Any:
+    """Return a DeepSpeed config with the changes that the command asks for; keys are dotted paths."""
+    asked = request()
+    if asked is None or not isinstance(ds_config, dict):
+        return ds_config
+    result = copy.deepcopy(ds_config)
+    for path, value in asked["changes"].items():
+        *above, key = path.split(".")
+        inner = result
+        for name in above:
+            inner = inner.setdefault(name, {})
+        inner[key] = value
+    return result
+
+
+def _config_init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(config, str) and Path(config).is_file():
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
+        original(self, changed(config), *args, **kwargs)
+
+    return __init__
+
+
+def patches() -> tuple[Patch, ...]:
+    """Return the patch of DeepSpeed's config, which :func:`changed` changes before anything reads it."""
+    from ort_zero.compat import deepspeed as ds_compat  # imports torch
+
+    return (
+        Patch(
+            target=f"{ds_compat.CONFIG}:DeepSpeedConfig.__init__",
+            build=_config_init,
+            why="changes the config as ort-zero stats run asks",
+            guard=defined_in(ds_compat.CONFIG),
+        ),
+    )

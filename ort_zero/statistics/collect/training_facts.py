@@ -1,0 +1,243 @@
+"""Collect what the tensors of a step do not show: see :class:`~ort_zero.statistics.facts.Facts`."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from ort_zero.compat.deepspeed import local_part
+from ort_zero.statistics.collect.module_calls import clean_path
+from ort_zero.statistics.collect.sampling import sampled
+from ort_zero.statistics.collect.subscriber_manager import remembered
+from ort_zero.statistics.facts import Facts, OptimizerStep
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_FITTED_COSINE = 0.9
+"""Smallest cosine between the left vector of a spectral norm and what one power iteration makes of the right one."""
+_optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Number of each optimizer, in the order of first steps."""
+
+
+class FactsCollector:
+    """The facts of one model's steps. Optimizer steps belong to the model's newest step.
+
+    Args:
+        model: the user's module.
+        with_parameters: also digest parameters, and observe the optimizers.
+    """
+
+    def __init__(self, model: nn.Module, with_parameters: bool):
+        self._model = weakref.ref(model)
+        self._with_parameters = with_parameters
+        self._updates: list[OptimizerStep] = []
+        self._awaited: set[str] = set()
+        """Parameters that an optimizer has updated, and whose next gradient has not arrived."""
+        self._stale: set[str] = set()
+        """Parameters whose stored gradient contains that of an earlier update."""
+        self._handles: list[RemovableHandle] = []
+        if with_parameters:
+            before, after = (_observer(weakref.ref(self), with_closure) for with_closure in (False, True))
+            self._handles += [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+    def close(self) -> None:
+        """Stop observing the optimizers. May be called twice."""
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self, model: nn.Module) -> Facts:
+        """Return the facts of a step that begins; its optimizer steps are added when they happen."""
+        self._updates = []
+        modules = [(clean_path(path), module) for path, module in model.named_modules()]
+        moded = [(path, module) for path, module in modules if _depends_on_mode(module)]
+        facts: dict[str, Any] = {}
+        if self._with_parameters:
+            every = list(model.named_parameters(remove_duplicate=False))
+            parameters = dict(_cleaned(model.named_parameters()))
+            facts["frozen"] = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+            facts["parameters"] = _digests({name: _part(parameter) for name, parameter in parameters.items()})
+            if len(every) > len(parameters):
+                facts["tied"] = _tied(dict(_cleaned(every)))
+            facts["untied"] = _untied(model, parameters)
+        return Facts(
+            training=model.training,
+            gradients=torch.is_grad_enabled(),
+            moded=bool(moded),
+            other_mode=[path for path, module in moded if module.training != model.training],
+            unfitted=[
+                clean_path(p) for p, module in model.named_modules() if not module.training and _unfitted(module)
+            ],
+            random=_random_states(),
+            updates=self._updates,
+            **facts,
+        )
+
+    def gradient_arrives(self, name: str, parameter: nn.Parameter) -> None:
+        """Look at the stored gradient of a parameter, to which autograd is about to add a new one."""
+        stored = parameter.grad
+        first = name in self._awaited
+        self._awaited.discard(name)
+        if stored is None or not (first or name in self._stale) or not bool(stored.any()):
+            self._stale.discard(name)
+        else:
+            self._stale.add(name)
+
+    def note_update(self, optimizer: Optimizer) -> None:
+        """Keep what an optimizer does with its gradients, if it concerns the model."""
+        model = self._model()
+        skipped = getattr(optimizer, "found_inf", None)  # a fused optimizer skips the step itself
+        if model is None or (skipped is not None and bool(skipped)):
+            return
+        names = {id(parameter): name for name, parameter in _cleaned(model.named_parameters())}
+        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = {names[id(parameter)]: parameter for parameter in every if id(parameter) in names}
+        foreign = [parameter for parameter in every if id(parameter) not in names]
+        idle = [list(parameter.shape) for parameter in foreign if parameter.grad is None]
+        is_zero = bool(remembered(model).get("zero_stage"))
+        if not held and not is_zero:
+            shapes = [list(parameter.shape) for parameter in model.parameters()]
+            if not any(shape in shapes for shape in idle):
+                return  # the optimizer of another model
+        measured = {name: parameter.grad for name, parameter in held.items() if parameter.grad is not None}
+        others = [parameter.grad for parameter in foreign if parameter.grad is not None]
+        norms = _norms([*measured.values(), *others])
+        mine = dict(zip(measured, norms))
+        self._updates.append(
+            OptimizerStep(
+                optimizer=_optimizers.setdefault(optimizer, len(_optimizers)),
+                rates=[float(group.get("lr", 0.0)) for group in optimizer.param_groups],
+                gradients={name: mine.get(name) for name in held},
+                resting=[names[at] for at in map(id, _resting(optimizer)) if at in names],
+                stale=sorted(self._stale & set(held)),
+                foreign_norm=float(np.linalg.norm(norms[len(measured) :])) if others else None,
+                foreign_idle=idle,
+            )
+        )
+        self._stale -= set(held)
+        self._awaited |= set(held)
+
+
+def _observer(reference: weakref.ref[FactsCollector], with_closure: bool) -> Any:
+    """Return a hook for steps of optimizers; one with a closure computes gradients itself, and is seen at its end."""
+
+    def observe(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        collector = reference()
+        has_closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
+        if collector is not None and has_closure == with_closure and not torch.compiler.is_compiling():
+            collector.note_update(optimizer)
+
+    return observe
+
+
+def _resting(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the tensors of an optimizer that a step may leave as they are. LBFGS may end before its last update."""
+    wanted = isinstance(optimizer, torch.optim.LBFGS)
+    groups = [group for group in optimizer.param_groups if wanted or not float(group.get("lr", 1.0))]
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _cleaned(named: Any) -> Any:
+    return ((clean_path(name), parameter) for name, parameter in named)
+
+
+def _depends_on_mode(module: nn.Module) -> bool:
+    if isinstance(module, _BATCH_NORM):
+        return module.track_running_stats
+    return isinstance(module, _DROPOUT) and module.p > 0
+
+
+def _unfitted(module: nn.Module) -> bool:
+    """Return True for a module whose evaluation uses statistics that are still as the constructor made them."""
+    if isinstance(module, _BATCH_NORM) and module.running_mean is not None and module.running_var is not None:
+        return not bool(module.running_mean.any()) and bool((module.running_var == 1).all())
+    weight, left, right = (getattr(module, name, None) for name in ("weight_orig", "weight_u", "weight_v"))
+    if not (isinstance(weight, torch.Tensor) and isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
+        return False  # no torch.nn.utils.spectral_norm
+    if left.shape[0] != weight.shape[0]:
+        return False
+    with torch.no_grad():
+        computed = weight.flatten(1) @ right
+        return bool(torch.cosine_similarity(computed, left, dim=0) < _FITTED_COSINE)
+
+
+def _tied(parameters: dict[str, nn.Parameter]) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in parameters.items():
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _untied(model: Any, parameters: dict[str, nn.Parameter]) -> list[str]:
+    """Return the names of the embeddings that a model of transformers should tie, and has as two tensors."""
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", False) is not True:
+        return []
+    with suppress(AttributeError, NotImplementedError):
+        ends = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        if ends[0] is not ends[1] and ends[0].shape == ends[1].shape and all(id(end) in names for end in ends):
+            return [names[id(end)] for end in ends]
+    return []
+
+
+def _part(parameter: nn.Parameter) -> torch.Tensor:
+    """Return what is digested of a parameter: this rank's part, of a frozen one a sample."""
+    part, offset, total, _ = local_part(parameter)
+    return part if parameter.requires_grad else sampled(part, offset=offset, total=total)[0]
+
+
+def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Return a digest of the bytes of each tensor; on other devices than the CPU, the exact sum of its words.
+
+    A tensor without readable bytes (meta, quantized, of a class of its own) has no digest.
+    """
+    found: dict[str, Any] = {}
+    on_device: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        with suppress(RuntimeError, TypeError, NotImplementedError):
+            plain = tensor.detach().contiguous().view(-1)
+            if plain.is_cpu:
+                found[name] = xxhash.xxh3_64_hexdigest(plain.view(torch.uint8).numpy().data)
+            else:
+                words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
+                on_device[name] = plain.view(words).sum(dtype=torch.int64)
+    if on_device:
+        sums = torch.stack(list(on_device.values())).tolist()
+        found.update((name, format(value, "x")) for name, value in zip(on_device, sums))
+    return found
+
+
+def _norms(tensors: list[torch.Tensor]) -> list[float]:
+    if not tensors:
+        return []
+    dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
+    return [float(norm) for norm in torch.stack([_norm(tensor.detach()) for tensor in dense]).tolist()]
+
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    low = tensor.dtype in (torch.float16, torch.bfloat16)
+    return torch.linalg.vector_norm(tensor, dtype=torch.float32 if low else None).float().cpu()
+
+
+def _random_states() -> dict[str, str]:
+    numpy_state: Any = np.random.get_state()
+    states = {
+        "torch": xxhash.xxh3_64_hexdigest(torch.get_rng_state().numpy().data),
+        "python": format(hash(random.getstate()) & (1 << 64) - 1, "x"),
+        "numpy": xxhash.xxh3_64_hexdigest(numpy_state[1].tobytes() + bytes(str(numpy_state[2:]), "ascii")),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = xxhash.xxh3_64_hexdigest(torch.cuda.get_rng_state().numpy().data)
+    return states

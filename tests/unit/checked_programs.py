@@ -1,0 +1,742 @@
+"""Small training programs with a fault each, and healthy ones, for the check of one run."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import tiny_models
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber
+from ort_zero.statistics.collect.subscriber_manager import remember
+
+STEPS = 8
+WORDS = 60
+FAULTS: dict[str, Fault] = {}
+HEALTHY: dict[str, Callable[[Path], None]] = {}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A program, and what the check must say of it."""
+
+    run: Callable[[Path], None]
+    kind: str
+    text: str
+    step: int
+    module: str
+    certain: bool
+
+
+def fault(kind: str, text: str, step: int, module: str = "", certain: bool = True):
+    """Add a program to :data:`FAULTS` with the finding's kind, a part of its text, the step, the end of the place."""
+
+    def add(run: Callable[[Path], None]) -> Callable[[Path], None]:
+        FAULTS[run.__name__] = Fault(run, kind, text, step, module, certain)
+        return run
+
+    return add
+
+
+def healthy(run: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Add a program to :data:`HEALTHY`."""
+    HEALTHY[run.__name__] = run
+    return run
+
+
+class Net(nn.Module):
+    """Two hidden layers; `between` is called with the first one's values and the number of the call."""
+
+    def __init__(self, between=None, dropout: float = 0.0, norm: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(16, 32), Middle(between), nn.Linear(32, 4)
+        self.norm, self.drop = nn.BatchNorm1d(32) if norm else nn.Identity(), nn.Dropout(dropout)
+
+    def forward(self, x):
+        return self.last(self.drop(F.gelu(self.middle(self.norm(self.first(x))))))
+
+
+class Middle(nn.Module):
+    def __init__(self, between):
+        super().__init__()
+        self.between, self.calls = between, -1
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.linear(x)
+        return x if self.between is None else self.between(x, self.calls)
+
+
+def collect(model: nn.Module, folder: Path):
+    return GlobalSubscriberManager.subscribe(model, [StatisticsSubscriber(str(folder))])
+
+
+def batches(steps: int = STEPS) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        yield step, torch.randn(8, 16, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+
+
+def sentences(steps: int = STEPS) -> Iterator[dict[str, torch.Tensor]]:
+    for step in range(steps):
+        words = torch.randint(0, WORDS, (2, 12), generator=torch.Generator().manual_seed(step))
+        yield {"input_ids": words, "labels": words.clone()}
+
+
+def train(folder: Path, model: nn.Module, optimizer=None, after=None, before=None, steps: int = STEPS, loss_of=None):
+    """Train a :class:`Net`; `before` is called before each step, `after` after each backward and after each update."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = collect(model, folder)
+    for step, x, y in batches(steps):
+        if before is not None:
+            x, y = before(step, x, y) or (x, y)
+        loss = F.cross_entropy(model(x), y) if loss_of is None else loss_of(model(x), y)
+        loss.backward()
+        if after is not None:
+            after(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    session.remove()
+
+
+def train_language(folder: Path, model: nn.Module, optimizer=None, before=None, steps: int = STEPS):
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = collect(model, folder)
+    for step, batch in enumerate(sentences(steps)):
+        if before is not None:
+            before(step, batch)
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session.remove()
+
+
+def gpt2(**options):
+    torch.manual_seed(0)
+    return tiny_models.gpt2(words=WORDS, hidden=32, layers=2, heads=2, positions=16, **options)
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@fault("not finite", "arises in this module", 3, "middle")
+def logarithm_of_a_negative_number(folder):
+    train(folder, Net(lambda x, call: x.log() if call == 3 else x))
+
+
+@fault("not finite", "arises in this module", 2, "middle")
+def division_by_zero(folder):
+    train(folder, Net(lambda x, call: x / (x - x) if call == 2 else x))
+
+
+@fault("not finite", "range of float16", 4, "middle")
+def overflow_of_float16(folder):
+    model = Net(lambda x, call: x * 10.0 ** (call * 1.5)).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def in_half(step, x, y):
+        return x.half(), y
+
+    train(folder, model, optimizer, before=in_half, loss_of=lambda logits, y: logits.float().clamp(-1, 1).sum())
+
+
+@fault("not finite", "batch has it", 2)
+def nan_in_the_data(folder):
+    train(folder, Net(), before=lambda step, x, y: (x / 0 * 0 if step == 2 else x, y))
+
+
+@fault("not finite", "gradient of this tensor", 3)
+def root_at_zero(folder):
+    model = Net(lambda x, call: x + (x * 0).sqrt() if call == 3 else x)
+    train(folder, model)
+
+
+@fault("not finite", "not in the optimizer", 2)
+def clipping_by_a_norm_of_zero(folder):
+    model = Net()
+
+    def clip(step):
+        for parameter in model.parameters():
+            if step == 2:
+                parameter.grad /= torch.zeros(())
+
+    train(folder, model, after=clip)
+
+
+@fault("not finite", "a parameter has it", 3, "last.weight")
+def update_that_is_not_finite(folder):
+    model = Net()
+
+    def spoil(step, x, y):
+        if step == 3:
+            with torch.no_grad():
+                model.last.weight[0, 0] = float("nan")
+
+    train(folder, model, before=spoil)
+
+
+# --- updates ----------------------------------------------------------------------------------------------------------
+
+
+@fault("no update", "no tensor in it has a gradient", 0)
+def no_trainable_layer(folder):  # PyTorch forum 84911
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    model.requires_grad_(False)
+    train(folder, model, optimizer, before=lambda step, x, y: (x.requires_grad_(), y))
+
+
+@fault("no update", "contains that of an earlier update", 1, "and 5 more")
+def gradients_are_never_zeroed(folder):  # Stack Overflow 60335387
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    optimizer.zero_grad = lambda: None
+    train(folder, model, optimizer)
+
+
+@fault("no update", "contains that of an earlier update", 4)
+def an_obsolete_graph_no_longer_zeroes(folder):  # PyTorch 115607
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    zero = optimizer.zero_grad
+    seen = []
+    optimizer.zero_grad = lambda: zero() if len(seen) < 4 else None
+    train(folder, model, optimizer, after=seen.append)
+
+
+@fault("no update", "another tensor than the model", 0, "and 1 more")
+def layer_replaced_after_the_optimizer(folder):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model.last = nn.Linear(32, 4)
+    train(folder, model, optimizer)
+
+
+@fault("no update", "another tensor than the model", 0, "wte.weight")
+def vocabulary_resized_after_the_optimizer(folder):
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model.config.vocab_size = WORDS + 8
+    model.set_input_embeddings(nn.Embedding(WORDS + 8, 32))
+    model.lm_head.weight = model.get_input_embeddings().weight
+    train_language(folder, model, optimizer)
+
+
+@fault("no update", "no tensor in it has a gradient", 0)
+def optimizer_of_a_copy(folder):
+    model = Net()
+    train(folder, model, torch.optim.AdamW(copy.deepcopy(model).parameters(), lr=1e-3))
+
+
+@fault("no update", "does not change", 2, "middle.linear.weight")
+def weight_that_is_loaded_again_and_again(folder):
+    model = Net()
+    kept = model.middle.linear.weight.detach().clone()
+
+    def load(step, x, y):
+        model.middle.linear.weight.data.copy_(kept)
+
+    train(folder, model, before=load)
+
+
+@fault("no update", "frozen parameter changes", 4, "first")
+def frozen_with_its_last_gradient(folder):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    optimizer.zero_grad = lambda: [p.grad.zero_() for p in model.parameters() if p.requires_grad]
+    train(folder, model, optimizer, after=lambda step: model.first.requires_grad_(False) if step == 3 else None)
+
+
+@fault("no update", "every gradient is zero", 0)
+def loss_that_does_not_depend_on_the_model(folder):
+    train(folder, Net(), loss_of=lambda logits, y: (logits * 0).sum())
+
+
+@fault("no update", "no optimizer holds it", 0, "and 1 more", certain=False)
+def layer_forgotten_by_the_optimizer(folder):
+    model = Net()
+    train(folder, model, torch.optim.AdamW([*model.first.parameters(), *model.middle.parameters()], lr=1e-3))
+
+
+@fault("no update", "lost in rounding", 2, certain=False)
+def updates_lost_in_bfloat16(folder):
+    model = Net().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
+    train(folder, model, optimizer, before=lambda step, x, y: (x.bfloat16(), y))
+
+
+@fault("out of proportion", "larger than the weights", 1)
+def learning_rate_too_large(folder):
+    model = Net()
+    train(folder, model, torch.optim.Adam(model.parameters(), lr=10.0))
+
+
+@fault("out of proportion", "0 from the beginning", 4)
+def learning_rate_of_zero(folder):
+    model = Net()
+    train(folder, model, torch.optim.Adam(model.parameters(), lr=0.0))
+
+
+@fault("dead or saturated", "zero in every element", 4, "act output")
+def dead_units(folder):
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    for name, part in (("first", nn.Linear(16, 32)), ("act", nn.ReLU()), ("last", nn.Linear(32, 4))):
+        model.add_module(name, part)
+    nn.init.constant_(model.first.bias, -100.0)
+    train(folder, model)
+
+
+@fault("dead or saturated", "it may be saturated", 4, "act output", certain=False)
+def saturated_units(folder):
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    for name, part in (("first", nn.Linear(16, 32)), ("act", nn.Tanh()), ("last", nn.Linear(32, 4))):
+        model.add_module(name, part)
+    nn.init.constant_(model.first.bias, 100.0)
+    train(folder, model)
+
+
+# --- modes, data, ties ------------------------------------------------------------------------------------------------
+
+
+@fault("mode", "goes on in evaluation mode", 4)
+def train_is_not_called_after_an_evaluation(folder):
+    model = Net(dropout=0.1)
+    train(folder, model, before=lambda step, x, y: model.eval() and None if step == 4 else None)
+
+
+@fault("mode", "no forward in training mode has computed", 0, "norm")
+def batch_norm_before_any_training(folder):
+    model = Net(norm=True).eval()
+    session = collect(model, folder)
+    with torch.no_grad():
+        for _, x, _ in batches(3):
+            model(x)
+    session.remove()
+
+
+@fault("mode", "no forward in training mode has computed", 0, "first")
+def spectral_norm_before_any_training(folder):  # PyTorch 51800
+    model = Net()
+    model.first = nn.utils.spectral_norm(model.first)
+    model.eval()
+    session = collect(model, folder)
+    with torch.no_grad():
+        for _, x, _ in batches(3):
+            model(x)
+    session.remove()
+
+
+@fault("mode", "another result", 1, certain=False)
+def dropout_that_ignores_the_mode(folder):  # transformers 33844
+    model = Net(lambda x, call: F.dropout(x, 0.5)).eval()
+    session = collect(model, folder)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(4, 16))
+    session.remove()
+
+
+@fault("mode", "which may be meant", 0, certain=False)
+def evaluation_in_training_mode(folder):
+    model = Net(dropout=0.5)
+    session = collect(model, folder)
+    with torch.no_grad():
+        for _, x, _ in batches(3):
+            model(x)
+    session.remove()
+
+
+@fault("data", "follows itself", 1, certain=False)
+def workers_that_draw_the_same_numbers(folder):  # Stack Overflow 67180955
+    model = Net()
+
+    def of_two_workers(step, x, y):
+        return torch.from_numpy(np.random.default_rng(step // 2).standard_normal((8, 16), np.float32)), y
+
+    train(folder, model, before=of_two_workers)
+
+
+@fault("data", "every label of the batch is -100", 2)
+def labels_that_are_all_ignored(folder):
+    train_language(
+        folder, gpt2(), before=lambda step, batch: step == 2 and batch.update(labels=batch["labels"] * 0 - 100)
+    )
+
+
+@fault("untied", "were one tensor", 4, "wte.weight")
+def untied_within_training(folder):
+    model = gpt2()
+
+    def load(step, batch):
+        if step == 4:
+            model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+    train_language(folder, model, before=load)
+
+
+@fault("untied", "configuration ties", 0)
+def untied_before_training(folder):
+    model = gpt2()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    train_language(folder, model)
+
+
+# --- replicas: one process stands for two ranks -----------------------------------------------------------------------
+
+
+def replicas(folder: Path, disturb=None, wrapped: bool = True, same_data: bool = False, steps: int = STEPS) -> None:
+    """Train two replicas with averaged gradients; `disturb` is called with step and models after the average."""
+    models = [Net(), Net()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
+    sessions = []
+    for rank, model in enumerate(models):
+        with mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE="2"):
+            remember(model, data_parallel=wrapped)
+            sessions.append(collect(model, folder))
+            model(torch.zeros(2, 16))  # opens the file
+    for step in range(steps):
+        for rank, model in enumerate(models):
+            generator = torch.Generator().manual_seed(10 * step + (0 if same_data else rank))
+            logits = model(torch.randn(8, 16, generator=generator))
+            F.cross_entropy(logits, torch.randint(0, 4, (8,), generator=generator)).backward()
+        for one, two in zip(*(model.parameters() for model in models)):
+            one.grad = (one.grad + two.grad) / 2
+            two.grad = one.grad.clone()
+        if disturb is not None:
+            disturb(step, models)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for session in sessions:
+        session.remove()
+
+
+@fault("replicas apart", "gradient in the optimizer differs", 4, "last.weight")
+def gradient_lost_on_the_way(folder):  # PyTorch 84803, 96600, Baichuan2 86
+    replicas(folder, lambda step, models: models[1].last.weight.grad.zero_() if step == 3 else None)
+
+
+@fault("replicas apart", "gradient in the optimizer differs", 3, "and 5 more")
+def step_without_the_wrapper(folder):  # PyTorch 104336, jxmnop
+    def alone(step, models):
+        if step == 2:
+            for parameter in models[1].parameters():
+                parameter.grad *= 0.9
+
+    replicas(folder, alone)
+
+
+@fault("replicas apart", "parameter differs between", 0, "last.bias")
+def replicas_that_begin_apart(folder):
+    real = Net.__init__
+    count = []
+
+    def differing(self):
+        real(self)
+        count.append(self)
+        if len(count) == 2:
+            nn.init.ones_(self.last.bias)
+
+    with mock.patch.object(Net, "__init__", differing):
+        replicas(folder)
+
+
+@fault("replicas apart", "may have drifted apart", 3, "first.weight", certain=False)
+def norms_out_of_step(folder):  # DeepSpeed 1801
+    replicas(folder, lambda step, models: models[1].first.weight.grad.mul_(2) if step == 1 else None, wrapped=False)
+
+
+@fault("data", "train on the same batches", 3)
+def sampler_that_ignores_ranks(folder):
+    replicas(folder, same_data=True)
+
+
+@healthy
+def two_replicas(folder):
+    replicas(folder)
+
+
+@healthy
+def two_models_without_a_wrapper(folder):
+    def local(step, models):
+        for number, model in enumerate(models):
+            for parameter in model.parameters():
+                parameter.grad *= 1 + number
+
+    replicas(folder, local, wrapped=False)
+
+
+# --- healthy runs -----------------------------------------------------------------------------------------------------
+
+
+@healthy
+def plain(folder):
+    train(folder, Net(), steps=14)
+
+
+@healthy
+def language_model(folder):
+    train_language(folder, gpt2(), steps=12)
+
+
+@healthy
+def masked_language_model(folder):
+    torch.manual_seed(0)
+    train_language(folder, tiny_models.bert(words=WORDS, hidden=32, layers=2, heads=2, positions=16))
+
+
+@healthy
+def dropout_and_batch_norm_with_evaluations(folder):
+    model = Net(dropout=0.1, norm=True)
+
+    def evaluate(step, x, y):
+        if step % 3 == 2:
+            model.eval()
+            with torch.no_grad():
+                model(x)
+            model.train()
+
+    train(folder, model, before=evaluate)
+
+
+@healthy
+def warm_up_from_zero_and_decay_to_zero(folder):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4 if step < 4 else max(0, 7 - step) / 4)
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    train(folder, model, optimizer)
+
+
+@healthy
+def accumulation_and_clipping(folder):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = collect(model, folder)
+    for step, x, y in batches(12):
+        F.cross_entropy(model(x), y).backward()
+        if step % 3 == 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    session.remove()
+
+
+@healthy
+def zero_grad_before_backward(folder):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    session = collect(model, folder)
+    for _, x, y in batches():
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        optimizer.step()
+    session.remove()
+
+
+@healthy
+def frozen_backbone(folder):
+    model = Net()
+    model.first.requires_grad_(False)
+    train(folder, model, torch.optim.AdamW(model.parameters(), lr=1e-3), steps=14)
+
+
+class LoRA(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down, self.up = base.requires_grad_(False), nn.Linear(32, 4, False), nn.Linear(4, 32, False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+@healthy
+def low_rank_adapters(folder):
+    model = Net()
+    model.requires_grad_(False)
+    model.middle.linear = LoRA(model.middle.linear)
+    train(folder, model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))
+
+
+@healthy
+def adversarial(folder):
+    torch.manual_seed(0)
+    maker, judge = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16)), Net()
+    sessions = [collect(maker, folder / "maker"), collect(judge, folder / "judge")]
+    of_maker, of_judge = (torch.optim.Adam(each.parameters(), lr=1e-3) for each in (maker, judge))
+    for step, x, _ in batches():
+        judge.zero_grad()
+        fake = maker(torch.randn(8, 8, generator=torch.Generator().manual_seed(step)))
+        F.softplus(-judge(x)).mean().backward()
+        F.softplus(judge(fake.detach())).mean().backward()
+        of_judge.step()
+        maker.zero_grad()
+        F.softplus(-judge(fake)).mean().backward()
+        of_maker.step()
+    for session in sessions:
+        session.remove()
+
+
+@healthy
+def loss_scaler_that_skips_steps(folder):
+    model = Net()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    session = collect(model, folder)
+    for _, x, y in batches(12):
+        scaler.scale(8 * F.cross_entropy(model(x), y)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    session.remove()
+
+
+@healthy
+def bfloat16_under_autocast(folder):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = collect(model, folder)
+    for _, x, y in batches():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session.remove()
+
+
+@healthy
+def sharpness_aware(folder):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    session = collect(model, folder)
+    for _, x, y in batches():
+        F.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            moves = [0.01 * p.grad / (p.grad.norm() + 1e-12) for p in model.parameters()]
+            for parameter, move in zip(model.parameters(), moves):
+                parameter.add_(move)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            for parameter, move in zip(model.parameters(), moves):
+                parameter.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+    session.remove()
+
+
+@healthy
+def two_optimizers_and_groups(folder):
+    model = Net()
+    first = torch.optim.SGD(
+        [{"params": model.first.parameters(), "lr": 0.0}, {"params": model.last.parameters()}], lr=1e-2
+    )
+    second = torch.optim.AdamW(model.middle.parameters(), lr=1e-3)
+    first.register_step_post_hook(lambda *_: second.step())
+    first.register_step_post_hook(lambda *_: second.zero_grad())
+    train(folder, model, first)
+
+
+@healthy
+def closure(folder):
+    model = Net()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    session = collect(model, folder)
+
+    for _, x, y in batches(4):
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    session.remove()
+
+
+@healthy
+def mask_of_minus_infinity(folder):
+    def masked(x, call):
+        scores = (x @ x.T).masked_fill(torch.eye(8, dtype=torch.bool), -torch.inf)
+        return scores.softmax(-1) @ x
+
+    train(folder, Net(masked))
+
+
+@healthy
+def branch_that_begins_at_zero(folder):
+    model = Net()
+    nn.init.zeros_(model.middle.linear.weight)
+    nn.init.zeros_(model.middle.linear.bias)
+    model.middle.between = lambda x, call: x + 1.0
+    train(folder, model)
+
+
+@healthy
+def recurrent(folder):
+    torch.manual_seed(0)
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.head = nn.LSTM(4, 16, batch_first=True), nn.Linear(16, 4)
+
+        def forward(self, x):
+            return self.head(self.cell(x.view(8, 4, 4))[0][:, -1])
+
+    train(folder, Recurrent())
+
+
+@healthy
+def experts_that_rest(folder):
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.experts, self.calls = nn.ModuleList(nn.Linear(16, 4) for _ in range(3)), -1
+
+        def forward(self, x):
+            self.calls += 1
+            return self.experts[self.calls % 3](x)
+
+    train(folder, Experts(), steps=12)
+
+
+@healthy
+def regularized_by_second_derivatives(folder):
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    session = collect(model, folder)
+    for _, x, y in batches():
+        x.requires_grad_()
+        loss = F.cross_entropy(model(x), y)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session.remove()
+
+
+@healthy
+def pictures(folder):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 4)
+    )
+    train(folder, model, before=lambda step, x, y: (torch.randn(8, 3, 8, 8), y))

@@ -1,0 +1,97 @@
+"""One command runs an unchanged script twice, once with a change, and says where the two runs begin to differ."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ort_zero.cli import main as cli
+
+SCRIPT = """
+import os, sys
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.linear(x) * float(os.environ.get("SCALE", "1"))
+
+model = nn.Sequential(nn.Linear(16, 16), Block(), nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with torch.no_grad():
+    model(torch.zeros(1, 16))
+for step in range(int(sys.argv[1])):
+    with torch.autocast("cpu", torch.bfloat16, "autocast" in sys.argv):
+        loss = model(torch.randn(8, 16)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("step", step)
+    if step == 1 and "FAIL" in os.environ:
+        raise ValueError("no more data")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def run(script, *words: str) -> int:
+    return cli.main(["stats", "run", str(script), "--output", str(script.parent / "runs"), *words])
+
+
+def test_a_change_that_matters_is_named(script, capsys):
+    assert run(script, "--env", "SCALE=1.01", "--steps", "3", "--json", "--", "100") == 1
+    found = json.loads(capsys.readouterr().out)
+    verdict = found["verdict"]
+    assert (verdict["module"], verdict["direction"], verdict["difference"]["step"]) == ("1", "forward", 0)
+    assert found["steps"] == [0, 1, 2] and found["change"] == "SCALE=1.01"
+    for name in "ab":  # the script ends with the last collected step
+        assert (script.parent / f"runs/{name}.log").read_text().splitlines() == ["step 0", "step 1", "step 2"]
+    assert run(script, "--env", "SCALE=2", "--", "1") == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_runs_that_are_alike_are_the_same(script, capsys):
+    assert run(script, "--env", "SCALE=1.0", "--", "2") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("same") and "b ran with SCALE=1.0:" in text
+
+
+def test_without_autocast_a_half_precision_run_is_not_the_same(script, capsys):
+    assert run(script, "--against", "fp32", "--steps", "2", "--json", "--", "2", "autocast") == 1
+    found = json.loads(capsys.readouterr().out)
+    first = found["verdict"]["difference"]
+    assert (first["a"]["dtype"], first["b"]["dtype"]) == ("bfloat16", "float32"), found["verdict"]
+
+
+def test_a_run_that_fails_is_named_with_its_last_lines(script, capsys):
+    assert run(script, "--env", "FAIL=1", "--", "5") == 2
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert "run with FAIL=1, ended with status 1" in last and "b.log" in last
+    assert lines[-1].strip() == "| ValueError: no more data"
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ((), "what should the second run change?"),
+        (("--change", "zero_optimization"), "is not KEY=VALUE"),
+        (("--against", "zero9"), "did you mean zero0?"),
+    ],
+)
+def test_wrong_usage_is_one_line(script, words, answer, capsys):
+    try:
+        status = run(script, *words)
+    except SystemExit as end:
+        status = end.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert status == 2 and answer in line
