@@ -82,15 +82,9 @@ def request_file(variable: str) -> Path | None:
     """Return the file with the request of a command to this process; None without a request.
 
     Args:
-        variable: :data:`MEMORY_TRIAL`, :data:`PROFILE` or :data:`EXPLAIN`.
+        variable: :data:`MEMORY_TRIAL`, :data:`PROFILE`, :data:`EXPLAIN` or :data:`STATISTICS`.
     """
     name = os.environ.get(variable)
-    return Path(name) if name else None
-
-
-def statistics_file() -> Path | None:
-    """Return the file with the request of ``ort-zero stats run`` to this process; None without a request."""
-    name = os.environ.get(STATISTICS)
     return Path(name) if name else None
 
 

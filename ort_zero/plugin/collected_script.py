@@ -19,7 +19,7 @@ from ort_zero.utils.patching import Patch, defined_in
 @functools.cache
 def request() -> dict[str, Any] | None:
     """Return what ``ort-zero stats run`` asks of this process; None unless it has started the process."""
-    path = env.statistics_file()
+    path = env.request_file(env.STATISTICS)
     return None if path is None else json.loads(path.read_text(encoding="utf-8"))
 
 
