@@ -20,18 +20,20 @@ import ort_zero
 
 STEPS = 8
 WIDTH = 6
+BUCKET = 60
+"""Elements of a bucket of gradients: a block fills more than one, so that order and sizes of reductions matter."""
 SETTINGS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "zero1": (1, 1, {}),
     "zero1-overlap": (1, 1, {"overlap_comm": True}),
     "zero2": (2, 1, {}),
-    "zero2-overlap": (2, 1, {"overlap_comm": True}),
+    "zero2-overlap": (2, 1, {"overlap_comm": True, "reduce_bucket_size": BUCKET}),
     "zero2-not-contiguous": (2, 1, {"contiguous_gradients": False}),
     "zero2-accumulation": (2, 2, {}),
     "ddp": (0, 1, {}),
 }
 """ZeRO stage, steps of accumulation and keys of ``zero_optimization``; stage 0 is DistributedDataParallel of torch."""
 ZERO3: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "zero3": (3, 1, {"stage3_param_persistence_threshold": 0}),
+    "zero3": (3, 1, {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": BUCKET}),
     "zero3-overlap": (3, 1, {"stage3_param_persistence_threshold": 0, "overlap_comm": True}),
     "zero3-accumulation": (3, 2, {"stage3_param_persistence_threshold": 0}),
 }

@@ -134,3 +134,31 @@ class Tied(Stack):
         for block in self.blocks:
             x = self.tail(block(x))
         return self.last(torch.tanh(self.head(x)))
+
+
+class TwoResults(nn.Module):
+    """A main result and one of an auxiliary head, of layers that share a part and have a frozen one."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.shared, self.main, self.aux = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 4)
+        self.unused, self.frozen = nn.Linear(width, width), nn.Linear(width, width).requires_grad_(False)
+
+    def forward(self, x):
+        shared = torch.tanh(self.shared(x))
+        return x + self.main(self.frozen(shared)), self.aux(shared)
+
+
+class AuxiliaryHeads(nn.Module):
+    """Layers of which each has a result for a loss of its own."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.layers = nn.ModuleList(TwoResults(width) for _ in range(2))
+
+    def forward(self, x):
+        heads = []
+        for layer in self.layers:
+            x, head = layer(x)
+            heads.append(head)
+        return x, *heads

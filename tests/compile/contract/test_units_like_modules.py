@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from stack_models import AuxiliaryHeads
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -52,6 +53,10 @@ def blocks() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(3)))
 
 
+def heads() -> AuxiliaryHeads:
+    return AuxiliaryHeads(WIDTH)
+
+
 def batch() -> torch.Tensor:
     return torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
 
@@ -71,32 +76,6 @@ def backwards(model: nn.Module) -> int:
 # -- gradients that PyTorch does not have ------------------------------------------------------------------------------
 
 
-class TwoResults(nn.Module):
-    """A main result and one of an auxiliary head, of layers that share a part and have a frozen one."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared, self.main, self.aux = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
-        self.unused, self.frozen = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-    def forward(self, x):
-        shared = torch.tanh(self.shared(x))
-        return x + self.main(self.frozen(shared)), self.aux(shared)
-
-
-class AuxiliaryHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(TwoResults() for _ in range(2))
-
-    def forward(self, x):
-        heads = []
-        for layer in self.layers:
-            x, head = layer(x)
-            heads.append(head)
-        return x, *heads
-
-
 LOSSES: dict[str, Callable[[tuple], torch.Tensor]] = {
     "main": lambda results: results[0].square().mean(),
     "first head": lambda results: results[1].square().mean(),
@@ -110,7 +89,7 @@ LOSSES: dict[str, Callable[[tuple], torch.Tensor]] = {
 
 @pytest.mark.parametrize("is_compiled_by_torch", [False, True])
 def test_a_parameter_has_a_gradient_exactly_when_it_has_one_in_pytorch(is_compiled_by_torch):
-    plain, ours = pair(AuxiliaryHeads)
+    plain, ours = pair(heads)
     if is_compiled_by_torch:
         ours = copy.deepcopy(plain)
         for layer in ours.layers:
@@ -134,7 +113,7 @@ def test_a_parameter_has_a_gradient_exactly_when_it_has_one_in_pytorch(is_compil
 
 
 def test_hooks_on_gradients_and_accumulation_see_what_they_see_in_pytorch():
-    plain, ours = pair(AuxiliaryHeads)
+    plain, ours = pair(heads)
     seen: list[list[str]] = []
     for model in (plain, ours):
         calls: list[str] = []
@@ -152,7 +131,7 @@ def test_hooks_on_gradients_and_accumulation_see_what_they_see_in_pytorch():
 
 
 def test_unused_gradients_are_refused_or_none_as_in_pytorch():
-    for model in pair(AuxiliaryHeads):
+    for model in pair(heads):
         loss, weights = LOSSES["main"](model(batch())), [model.layers[0].main.weight, model.layers[0].aux.weight]
         with pytest.raises(RuntimeError, match="appears to not have been used"):
             torch.autograd.grad(loss, weights, retain_graph=True)
@@ -162,6 +141,9 @@ def test_unused_gradients_are_refused_or_none_as_in_pytorch():
 
 class MainAlone(AuxiliaryHeads):
     """Returns the main result, so that the heads lead nowhere."""
+
+    def __init__(self):
+        super().__init__(WIDTH)
 
     def forward(self, x):
         return super().forward(x)[0]

@@ -95,9 +95,8 @@ def held_gradients() -> tuple[bool, bool]:
     return any(each.untyped_storage().nbytes() == size for each in held), all(map(torch.equal, held, values))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_settled_step_gets_few_new_pages(stage: int):
-    assert run_on_ranks(pages_of_steps, 1, stage, fresh=True)[0] < 100
+def test_a_settled_step_gets_few_new_pages():
+    assert run_on_ranks(pages_of_steps, 1, 2, fresh=True)[0] < 100
 
 
 @pytest.mark.parametrize("stage", [1, 3])

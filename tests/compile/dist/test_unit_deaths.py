@@ -31,7 +31,6 @@ from rank_processes.ranks import run_on_ranks, run_script_on_ranks
 from unit_models import losses_of
 
 import ort_zero
-from ort_zero.compat.torch_compile import in_backward
 from ort_zero.distributed import lone_failures
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
@@ -50,10 +49,8 @@ PLACES = {
     "timing": ("ort_zero.units.placement.trial", "Trial._timed", 0),
     "run": ("ort_zero.compile.sessions", "Session.run", 3),
     "gather": (*DEEPSPEED_GATHERS, 2),
-    "gather in a backward": (*DEEPSPEED_GATHERS, 1),
     "gather in a unit": ("deepspeed.runtime.zero.partition_parameters", "GatheredParameters.__enter__", 1),
     "forward": ("transformers.models.gpt2.modeling_gpt2", "GPT2MLP.forward", 1),
-    "step": ("torch.optim", "AdamW.step", 1),
 }
 """Functions by module and name, and the number of calls before the one that is struck."""
 
@@ -68,7 +65,7 @@ def struck(place: str, strike: Callable[[], Any]) -> Iterator[None]:
 
     @functools.wraps(right)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if (in_backward() or not place.endswith("in a backward")) and next(count) == calls:
+        if next(count) == calls:
             strike()
         return right(*args, **kwargs)
 
@@ -217,12 +214,9 @@ def _left_nothing(end: End) -> None:
 LOST = re.compile("Connection (closed|reset) by peer")
 
 
-@pytest.mark.parametrize(
-    ("plain", "place"),
-    [("forward", "conversion"), ("forward", "run"), pytest.param("step", "step", marks=pytest.mark.slow)],
-)
-def test_a_rank_that_is_killed_ends_the_other_as_in_plain_deepspeed(plain, place):
-    for backend, where in (("torch", plain), ("ort", place)):
+@pytest.mark.parametrize("place", ["conversion", "run"])
+def test_a_rank_that_is_killed_ends_the_other_as_in_plain_deepspeed(place):
+    for backend, where in (("torch", "forward"), ("ort", place)):
         first, second, end = _struck(backend, where, "kill")
         _left_nothing(end)
         assert (first.returncode, second.returncode) == (1, -signal.SIGKILL), first.stderr
@@ -232,9 +226,7 @@ def test_a_rank_that_is_killed_ends_the_other_as_in_plain_deepspeed(plain, place
     assert re.search(r"a collective failed: rank 1 \(.*, process \d+\) is gone", first.stderr)
 
 
-@pytest.mark.parametrize(
-    "place", ["gather", "gather in a unit", pytest.param("gather in a backward", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("place", ["gather", "gather in a unit"])
 def test_memory_that_runs_out_in_a_gather_ends_all_ranks_as_in_plain_deepspeed(place):
     for backend in ("torch", "ort"):
         first, second, end = _struck(backend, place, "memory")

@@ -71,8 +71,8 @@ def _with_conversion(run: Run, changed: Callable[..., Any]) -> None:
         _run(run, model, loss_of, 4)
 
 
-def _run(run: Run, model: torch.nn.Module, loss_of: Callable[..., Any], steps: int, stage: int = 3) -> None:
-    run.start(model, stage=stage, options={"reproducers": str(run.folder)})
+def _run(run: Run, model: torch.nn.Module, loss_of: Callable[..., Any], steps: int) -> None:
+    run.start(model, options={"reproducers": str(run.folder)})
     run.train(loss_of, steps)
     run.notes["reproducers"] = sorted(path.parent.name for path in run.folder.glob("*/reproduce.py"))
 
@@ -95,7 +95,6 @@ def _with_kernel(
     *,
     after: int = 0,
     steps: int = 12,
-    stage: int = 3,
 ) -> None:
     from ort_zero.compile.sessions import Session
     from ort_zero.units.placement import trial
@@ -112,7 +111,7 @@ def _with_kernel(
         replaced(Session, "run", kernel if run.rank == 1 else right),
         replaced(trial, "_SAMPLED_SHARE", 1.0),
     ):
-        _run(run, model, loss_of, steps, stage)
+        _run(run, model, loss_of, steps)
 
 
 def wrong_kernel(run: Run) -> None:
@@ -123,12 +122,6 @@ def wrong_kernel(run: Run) -> None:
 def later_wrong_kernel(run: Run) -> None:
     """Have a kernel of ONNX Runtime compute something else on rank 1 alone, from its tenth run on."""
     _with_kernel(run, "vit", "Gelu", lambda results: [result * 1.00005 for result in results], after=9, steps=20)
-
-
-def later_wrong_kernel_stage_2(run: Run) -> None:
-    """Have a kernel of ONNX Runtime compute something else on rank 1 alone, from its tenth run on, under ZeRO-2."""
-    wrong = lambda results: [result * 1.00005 for result in results]  # noqa: E731
-    _with_kernel(run, "bert", "Gelu", wrong, after=9, steps=20, stage=2)
 
 
 def failing_kernel(run: Run) -> None:
@@ -146,8 +139,8 @@ def fail_all(folder: str) -> dict[str, Any]:
     for name, scenario in named.items():
         scenario.__name__ = name
     others = (
-        *(uncompiled_later, wrong_conversion, failing_conversion, wrong_kernel, later_wrong_kernel),
-        *(later_wrong_kernel_stage_2, failing_kernel),
+        *(uncompiled_later, wrong_conversion, failing_conversion),
+        *(wrong_kernel, later_wrong_kernel, failing_kernel),
     )
     return compare({**named, **{scenario.__name__: scenario for scenario in others}}, folder)
 
@@ -197,7 +190,6 @@ CONVERSIONS = {"wrong_conversion": "is wrong by 1.0e-03 of its size", "failing_c
 KERNELS = {
     "wrong_kernel": "is wrong by 1.0e-03 of its size",
     "later_wrong_kernel": "is wrong by 5.0e-05 of its size",
-    "later_wrong_kernel_stage_2": "is wrong by 5.0e-05 of its size",
     "failing_kernel": "the kernel has no memory",
 }
 

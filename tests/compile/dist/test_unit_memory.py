@@ -18,7 +18,7 @@ from launch_once import once
 from rank_processes.ranks import run_on_ranks
 from unit_models import losses_of
 
-MODELS = ("gpt2_sdpa", "llama", "vit", "resnet")
+MODELS = ("gpt2_sdpa", "resnet")
 SETTINGS = {
     "bare": dict(stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=0),
     "some": dict(stage3_prefetch_bucket_size=5000, stage3_max_reuse_distance=0),

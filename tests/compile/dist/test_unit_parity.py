@@ -1,4 +1,4 @@
-"""Five families of models train unit by unit under ZeRO-1, 2 and 3 as in plain DeepSpeed, on two ranks."""
+"""Four families of models train unit by unit under ZeRO-1, 2 and 3 as in plain DeepSpeed, on two ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rank_processes.ranks import run_on_ranks
 from unit_models import losses_of
 
 STEPS = 20
-PAIRS = (("gpt2_sdpa", 2), ("gpt2_sdpa", 3), ("bert", 1), ("llama", 3), ("vit", 2), ("resnet", 3))
+PAIRS = (("gpt2_sdpa", 3), ("bert", 1), ("vit", 2), ("resnet", 3))
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 
@@ -53,6 +53,6 @@ def test_losses_and_gradients_are_those_of_plain_deepspeed(name, stage):
         units = len(status["units"])
         assert units >= 2
         # an evaluation of a decoder carries a cache of keys and values: its layers run in PyTorch, the head does not
-        evaluated = 1 if name.startswith(("gpt2", "llama")) else units
+        evaluated = 1 if name.startswith("gpt2") else units
         runs = {"forward": STEPS * units, "backward": STEPS * units, "inference": evaluated}
         assert dict(status["graph_runs"]) == runs
