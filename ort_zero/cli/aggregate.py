@@ -52,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--exclude-frozen", action="store_true", help="leave out frozen parameters")
     parser.add_argument("--dry-run", action="store_true", help="list the files that would be written, and write none")
     parser.add_argument("--no-verify", dest="verify", action="store_false", help="do not check the source's checksums")
-    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier run wrote into DST")
+    parser.add_argument("--overwrite", action="store_true", help="replace the model in DST")
     names = parser.add_argument_group("names and adapters")
     names.add_argument("--strip-prefix", metavar="P", action="append", default=[], help="take P off names; repeatable")
     names.add_argument(

@@ -178,7 +178,7 @@ class Aggregate:
         table = {}
         for stem in ("model", "optimizer"):
             table |= json.loads((self.there / f"{stem}.safetensors.index.json").read_text())["weight_map"]
-        known = {*table.values(), "config.json", "optimizer.json", ".ort_zero_output.json"}
+        known = {*table.values(), "config.json", "optimizer.json"}
         return sorted({p.name for p in self.there.iterdir() if not p.name.endswith(".index.json")} - known)
 
 

@@ -19,40 +19,41 @@ from safetensors.torch import load_file
 
 from ort_zero.checkpoint.aggregation import streaming
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
-from ort_zero.checkpoint.aggregation.destination import RECORD
 from ort_zero.distributed.launched_ranks import from_launcher
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 
 
-def together(src: str, dst: str, fails: int | None = None, **options: Any) -> dict[str, Any]:
-    """Aggregate as one of the ranks that run; rank `fails` has a full disk."""
-    rank = int(os.environ["RANK"])
-    if rank == fails:
-
-        def full(self: Any, *args: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        streaming.Streamer._put = full
-    started = time.monotonic()
-    ranks = from_launcher(src)
-    try:
-        report = aggregate(src, dst, ranks=ranks, **options)
-        result = {"type": None, "files": dict(report.files), "read": report.bytes_read, "warnings": report.warnings}
-    except Exception as error:
-        result = {"type": type(error).__name__, "text": str(error)}
-    dist.barrier()
-    return {**result, "seconds": time.monotonic() - started}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one file": ("src", {}),
+    "shards": ("src", {"max_shard_size": 200}),
+    "full": ("src", {"max_shard_size": 200}),
+    "gone": ("gone", {}),
+    "not finite": ("odd", {"max_shard_size": 200}),
+}
+"""The source and the options of each aggregation; in the way "full" the disk of rank 1 is full."""
 
 
-def shards(src: str, dst: str) -> dict[str, Any]:
-    """Aggregate into several files."""
-    return together(src, dst, max_shard_size=200)
+def together(folder: str) -> dict[str, dict[str, Any]]:
+    """Aggregate in each way as one of the ranks that run; return what came of it."""
+    put, ranks = streaming.Streamer._put, from_launcher(folder)
 
+    def full(self: Any, *args: Any) -> None:
+        raise OSError(28, "No space left on device")
 
-def full_on_rank_1(src: str, dst: str) -> dict[str, Any]:
-    """Aggregate into several files; the disk of rank 1 is full."""
-    return together(src, dst, fails=1, max_shard_size=200)
+    found = {}
+    for way, (source, options) in WAYS.items():
+        streaming.Streamer._put = full if way == "full" and ranks.rank == 1 else put
+        started = time.monotonic()
+        try:
+            report = aggregate(f"{folder}/{source}", f"{folder}/{way}", ranks=ranks, **options)
+            found[way] = {"files": dict(report.files), "read": report.bytes_read, "warnings": report.warnings}
+        except Exception as error:
+            found[way] = {"type": type(error).__name__, "text": str(error)}
+        dist.barrier()
+        found[way]["seconds"] = time.monotonic() - started
+    ranks.close()
+    return found
 
 
 # -- what comes of it --------------------------------------------------------------------------------------------------
@@ -76,52 +77,33 @@ def check(out: Path) -> None:
     for name in set(index["weight_map"].values()):
         found.update(load_file(out / name))
     assert found.keys() == WEIGHTS.keys() and all(torch.equal(found[n], WEIGHTS[n]) for n in WEIGHTS)
-    assert not [name for name in written(out) if name.startswith(".")]
+    assert not [name for name in os.listdir(out) if name.startswith(".")]
 
 
-def test_three_ranks_write_all_files_once(src, tmp_path):
-    reports = run_on_ranks(together, 3, str(src), str(tmp_path / "out"), None)
-    assert [r["type"] for r in reports] == [None] * 3 and set(reports[0]["files"]) == written(tmp_path / "out")
-
-
-def test_ranks_share_shards_and_agree(src, tmp_path):
-    out = tmp_path / "out"
-    reports = run_on_ranks(shards, 3, str(src), str(out))
-    assert NEEDED <= reports[0]["read"] < 2 * NEEDED
-    assert all(r["files"] == reports[0]["files"] and r["type"] is None for r in reports)
-    check(out)
-
-
-def test_one_failing_rank_fails_all_and_leaves_nothing(src, tmp_path):
-    out = tmp_path / "out"
-    reports = run_on_ranks(full_on_rank_1, 3, str(src), str(out))
-    assert [r["type"] for r in reports] == ["RankError", "CheckpointError", "RankError"], reports
-    assert all("No space left on device" in r["text"] for r in reports) and "rank 1" in reports[0]["text"]
-    assert max(r["seconds"] for r in reports) < 30 and os.listdir(out) == []
-
-
-def test_bad_input_is_found_by_rank_0_and_known_to_all(src, tmp_path):
-    for r in run_on_ranks(together, 2, str(tmp_path / "gone"), str(tmp_path / "out")):
-        assert r["type"] in ("CheckpointError", "RankError") and "gone" in r["text"]
-
-
-def test_what_one_rank_noticed_all_report(tmp_path):
+def test_three_ranks_share_the_files_and_fail_as_one(tmp_path):
+    write(tmp_path / "src")
     tensors = {(MASTER, f"t{i}"): torch.full((64,), float(i)) for i in range(6)}
     tensors[MASTER, "t4"][3] = torch.nan
-    write(tmp_path / "src", tensors)
-    for r in run_on_ranks(shards, 2, str(tmp_path / "src"), str(tmp_path / "out")):
-        assert r["warnings"] == ("NaN or inf in t4",)
+    write(tmp_path / "odd", tensors)
+    reports = run_on_ranks(together, 3, str(tmp_path))
+    for way in ("one file", "shards"):
+        assert all(r[way]["files"] == reports[0][way]["files"] for r in reports)
+        assert set(reports[0][way]["files"]) == set(os.listdir(tmp_path / way))
+        assert NEEDED <= reports[0][way]["read"] < 2 * NEEDED
+    check(tmp_path / "shards")
+    assert [r["full"]["type"] for r in reports] == ["RankError", "CheckpointError", "RankError"], reports
+    assert all("No space left on device" in r["full"]["text"] for r in reports)
+    assert "rank 1" in reports[0]["full"]["text"] and os.listdir(tmp_path / "full") == []
+    assert max(r["full"]["seconds"] for r in reports) < 30
+    for r in reports:
+        assert r["gone"]["type"] in ("CheckpointError", "RankError") and "gone" in r["gone"]["text"]
+        assert r["not finite"]["warnings"] == ("NaN or inf in t4",)
 
 
 def environment(**more: str) -> dict[str, str]:
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in dropped}
     return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
-
-
-def written(out: Path) -> set[str]:
-    """Return the names of all files in the output but the record of them."""
-    return set(os.listdir(out)) - {RECORD}
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess:

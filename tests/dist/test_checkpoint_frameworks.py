@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,22 +107,20 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def trainer_run(folder: str, stage: int, steps: int, resume: bool) -> list[float]:
-    """Run HF Trainer for `steps`, saving every second one; return the losses that it logged."""
+def trainer_run(folder: str) -> None:
+    """Run HF Trainer for four steps, saving every second one."""
     from transformers import Trainer, TrainingArguments, default_data_collator
 
     arguments = TrainingArguments(
-        output_dir=f"{folder}/trainer", per_device_train_batch_size=4, max_steps=steps, learning_rate=1e-3,
-        use_cpu=True, deepspeed=config(stage), report_to=[], save_steps=2, logging_steps=1, disable_tqdm=True,
+        output_dir=f"{folder}/trainer", per_device_train_batch_size=4, max_steps=4, learning_rate=1e-3,
+        use_cpu=True, deepspeed=config(2), report_to=[], save_steps=2, logging_steps=1, disable_tqdm=True,
         lr_scheduler_type="constant",
     )  # fmt: skip
     trainer = Trainer(
         model=small_gpt2(0), args=arguments, train_dataset=rows(), processing_class=tokenizer(),
         data_collator=default_data_collator,
     )  # fmt: skip
-    trainer.train(resume_from_checkpoint=resume or None)
-    assert resume == (Path(folder) / "trainer" / f"checkpoint-{steps}").is_dir() or not resume
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    trainer.train()
 
 
 # -- what comes of it --------------------------------------------------------------------------------------------------
@@ -161,7 +158,7 @@ def test_accelerate_saves_and_loads_state(tmp_path, stage):
 
 
 def test_the_checkpoint_is_found_in_the_trainers_folder(tmp_path):
-    run_on_ranks(trainer_run, 2, str(tmp_path), 2, 4, False, timeout=800)
+    run_on_ranks(trainer_run, 2, str(tmp_path), timeout=800)
     output = tmp_path / "trainer"
     rows = [(row.tag, row.step, row.whole) for row in list_checkpoints(output)]
     assert rows == [(f"checkpoint-{n}/global_step{n}", n, True) for n in (2, 4)]
@@ -182,13 +179,3 @@ def test_the_checkpoint_is_found_in_the_trainers_folder(tmp_path):
     (output / "checkpoint-2" / "latest").write_text("global_step9")
     with pytest.raises(CheckpointError, match="names the tag 'global_step9'.*whole checkpoints there: global_step2"):
         aggregate(output / "checkpoint-2", tmp_path / "none", progress=False)
-
-
-@pytest.mark.slow  # tests/ortmodule/dist/test_trainer_example.py does so with a script
-def test_trainer_resumes(tmp_path):
-    whole = run_on_ranks(trainer_run, 2, str(tmp_path / "a"), 3, 4, False, timeout=800)[0]
-    run_on_ranks(trainer_run, 2, str(tmp_path / "b"), 3, 2, False, timeout=800)
-    (found,) = Path(tmp_path / "b" / "trainer" / "checkpoint-2").glob("global_step*/manifest.json")
-    assert json.loads(found.read_text())["step"] == 2
-    resumed = run_on_ranks(trainer_run, 2, str(tmp_path / "b"), 3, 4, True, timeout=800)[0]
-    assert len(whole) == 4 and resumed[-2:] == pytest.approx(whole[-2:], abs=1e-5)

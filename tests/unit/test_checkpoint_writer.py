@@ -5,20 +5,16 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import SAVED_ELSEWHERE, raw, some_tensors
-from safetensors.torch import load_file
+from checkpoint_files import SAVED_ELSEWHERE, some_tensors
 from thread_group import ThreadGroup
 
-from ort_zero.checkpoint.aggregation.aggregation import aggregate
 from ort_zero.checkpoint.files.storage import LocalFolder
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.records import WEIGHT, Optimizer, ParamGroup, Source
-from ort_zero.checkpoint.saves import checkpoint_writer
 from ort_zero.checkpoint.saves.capture import Shard
 from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, write_checkpoint
 from ort_zero.checkpoint.saves.shard_writer import ShardEntry
@@ -83,40 +79,6 @@ def write(
         return list(pool.map(one, range(RANKS)))
 
 
-def test_what_the_ranks_wrote_is_one_checkpoint(tmp_path):
-    tensors = some_tensors()
-    assert write(tmp_path / "c", tensors) == [None, None]
-    report = verify(str(tmp_path / "c"), progress=False)
-    assert report.ok and report.tag == "t" and (tmp_path / "c" / manifest.LATEST).read_text() == "t"
-    aggregate(tmp_path / "c", tmp_path / "out", what="weights+optimizer", progress=False)
-    found = {("", key): value for key, value in load_file(tmp_path / "out" / "model.safetensors").items()}
-    found |= {tuple(k.split("/")): v for k, v in load_file(tmp_path / "out" / "optimizer.safetensors").items()}
-    wanted = {("" if kind in SAVED_ELSEWHERE else kind, name): value for (kind, name), value in tensors.items()}
-    assert found.keys() == wanted.keys()
-    for key, value in wanted.items():
-        assert found[key].shape == value.shape and raw(found[key]) == raw(value), key
-
-
-@pytest.mark.parametrize("before", [False, True], ids=["new", "over another"])
-def test_a_rank_that_cannot_write_leaves_everything_as_it_was(tmp_path, monkeypatch, before):
-    folder = tmp_path / "c" / "t"
-    if before:
-        assert write(tmp_path / "c", some_tensors(1)) == [None, None]
-    there = {path.name: path.read_bytes() for path in folder.iterdir()} if before else {}
-    real = checkpoint_writer.write_shard
-
-    def full(place: Any, name: str, *args: Any) -> Any:
-        if "rank_00001_optimizer" in name:
-            raise OSError(28, "No space left on device")
-        return real(place, name, *args)
-
-    monkeypatch.setattr(checkpoint_writer, "write_shard", full)
-    first, second = write(tmp_path / "c", some_tensors(), save_id="f" * 16, suffix=".ffffffff")
-    assert isinstance(second, CheckpointError) and "No space left" in str(second)
-    assert isinstance(first, RankError) and "rank 1: [Errno 28] No space left" in str(first)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == there
-
-
 @pytest.mark.parametrize("before", [False, True], ids=["new", "over another"])
 def test_ranks_that_do_not_write_into_one_folder_are_an_error(tmp_path, before):
     if before:
@@ -129,16 +91,6 @@ def test_ranks_that_do_not_write_into_one_folder_are_an_error(tmp_path, before):
     assert not list((tmp_path / "elsewhere" / "t").iterdir())
     assert sorted(path.name for path in (tmp_path / "t").iterdir()) == there
     assert not before or verify(str(tmp_path), progress=False).ok
-
-
-def test_a_tag_that_is_saved_anew_loses_the_files_of_before(tmp_path):
-    folder = tmp_path / "c" / "t"
-    write(tmp_path / "c", some_tensors(1))
-    (folder / ".rank_00000_master.safetensors.dead.partial").touch()
-    assert write(tmp_path / "c", some_tensors(), save_id="f" * 16, suffix=".ffffffff") == [None, None]
-    assert verify(str(tmp_path / "c"), progress=False).ok
-    files = {path.name for path in folder.iterdir()} - {manifest.NAME}
-    assert len(files) == 4 * RANKS and all(".ffffffff." in name for name in files)
 
 
 def test_a_parameter_that_no_rank_holds_makes_no_checkpoint(tmp_path):

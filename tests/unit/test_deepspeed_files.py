@@ -21,13 +21,11 @@ from ort_zero.checkpoint import torch_file
 from ort_zero.checkpoint.deepspeed.training_state import TorchValues
 from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.checkpoint.finding import find_source
-from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.records import MASTER
 from ort_zero.checkpoint.restricted_pickle.values import TorchConstant
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-RANK_MODULE = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 MODULE = "mp_rank_00_model_states.pt"
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
@@ -141,10 +139,6 @@ def refused(folder: Path, file: str, reason: str, kind: type[Exception] = Corrup
 
 
 def test_module_file_of_another_step(tmp_path):
-    write(tmp_path / "other", 3, 2, step=9)
-    write(tmp_path / "c", 3, 2)
-    shutil.copy(tmp_path / "other" / RANK_MODULE.format(1), tmp_path / "c")
-    refused(tmp_path / "c", RANK_MODULE.format(1), "another global step: 9")
     write(tmp_path / "other1", 1, 2, step=9)
     write(tmp_path / "c1", 1, 2)
     shutil.copy(tmp_path / "other1" / MODULE, tmp_path / "c1")
@@ -156,33 +150,6 @@ def test_module_file_of_another_step(tmp_path):
 
     write(tmp_path / "started_anew", 1, 2, change=later)
     assert "different saves" in find_source(str(tmp_path / "started_anew")).notes[0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_weights_that_a_program_has_put_into_the_module_are_read(tmp_path, dtype):
-    """Such as an average of earlier weights."""
-
-    def as_cast(shift: float):
-        def change(name: str, content: dict[str, Any]) -> None:
-            if name == MODULE:
-                weights = content["module"]
-                content["module"] = {
-                    n: v if n in ("ice", "count") else (v + shift).to(dtype) for n, v in weights.items()
-                }
-            else:
-                for flat in content["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
-                    flat += shift
-
-        return change
-
-    write(tmp_path / "c", 2, 2, change=as_cast(0.0))
-    write(tmp_path / "other", 2, 2, change=as_cast(0.25))
-    for name in ("c", "other"):
-        assert not find_source(str(tmp_path / name)).notes
-    shutil.copy(tmp_path / "other" / MODULE, tmp_path / "c")
-    source = find_source(str(tmp_path / "c"))
-    assert source.by_name("module").keys() == source.by_name("master").keys()
-    assert any("--from module" in note for note in verify(str(tmp_path / "c"), progress=False).notes)
 
 
 def test_nan_in_weights_and_masters_alike_is_no_mixture(tmp_path):

@@ -77,22 +77,15 @@ def test_every_changed_bit_is_noticed():
 FORBIDDEN_CONFIGS = ("/../../../../home/u/.bashrc", "../config.json", "model.safetensors", "pytorch_model.bin",
                      "modeling_x.py", "a/config.json", "", "..", ".spm")  # fmt: skip
 WRONG = [
-    (lambda t: t["files"][0].update(name="../x"), r"wrong at files.0.name: .*own folder.*'../x'"),
-    (lambda t: t["files"][0].update(name="/etc/passwd"), "wrong at files.0.name"),
     (lambda t: t["files"][0].update(size=-1), "wrong at files.0.size"),
-    (lambda t: t["tensors"][0].update(dtype="F33"), "wrong at tensors.0.dtype: .*unknown dtype.*F33"),
-    (lambda t: t.update(surprise=1), "wrong at surprise"),
     (lambda t: t.pop("world_size"), "wrong at world_size"),
     (lambda t: t["tensors"][0].update(shape=[1 << 80]), "wrong at tensors.0.shape"),
     (lambda t: t["tensors"][0].update(shape=[1] * 100), "wrong at tensors.0.shape"),
     (lambda t: t.update(step=1e300), "wrong at step"),
     (lambda t: t["tensors"][0]["pieces"][0].append(1), "wrong at tensors.0.pieces"),
     (lambda t: t["tensors"][0]["pieces"][0].pop(), "wrong at tensors.0.pieces"),
-    (lambda t: t["files"].append(t["files"][0]), "lists the file a.safetensors twice"),
-    (lambda t: t["tensors"].append(t["tensors"][0]), "lists the tensor master of w twice"),
     (lambda t: t["tensors"][0]["pieces"].pop(0), "elements 0 to 8 are in no file"),
     (lambda t: t["tensors"][0]["pieces"].pop(1), "the pieces hold 8 elements, .* has 15"),
-    (piece(1, 3, 7), "elements from 7 are in two pieces"),
     (piece(1, 1, 60), "lies outside b.safetensors"),
     (piece(0, 1, 1 << 62), "lies outside a.safetensors"),
     (piece(1, 0, 9), "malformed .*in no file that is listed"),
@@ -129,11 +122,6 @@ def test_wrong_values_are_named(number):
 def test_what_is_no_manifest_says_so(data):
     with pytest.raises(CorruptCheckpointError, match="m/manifest.json is not a manifest of ort_zero"):
         manifest.parse(data, "m")
-
-
-def test_another_version_is_refused():
-    with pytest.raises(CheckpointError, match="format version 3, this version of ort_zero reads 4"):
-        manifest.parse(edited(lambda t: t.update(version=3)), "m")
 
 
 def test_latest_leads_to_a_folder_inside(tmp_path):

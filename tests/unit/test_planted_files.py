@@ -7,7 +7,6 @@ import pickle
 import re
 import resource
 import shutil
-import struct
 import time
 import warnings
 import zipfile
@@ -234,27 +233,15 @@ FAULTS: dict[str, dict[str, tuple[str | None, Change]]] = {
             "holds no masters that can be read",
             pickled(pickle.dumps({"optimizer_state_dict": {"a": CIRCLE}})),
         ),
-        "a place in the memo that is far away": (
-            "memo number",
-            pickled(b"\x80\x02}r" + struct.pack("<I", 0xFFFFFFFF) + b"."),
-        ),
-        "a key whose hash never ends": ("a key at byte", pickled(b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"Ns.")),
-        "a key that overflows the stack": ("a key at byte", pickled(b"\x80\x02})" + b"\x85" * 300_000 + b"Ns.")),
         "a call of getattr": ("is not a file|calls", pickled(b"\x80\x02cbuiltins\ngetattr\ncos\nsystem\n\x85R.")),
         "a call of a name from the stack": (
             "calls os.system",
             pickled(b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x02id\x85R."),
         ),
-        "an integer of gigabytes": (
-            "an integer at byte",
-            pickled(b"\x80\x02\x8b" + struct.pack("<i", 0x7FFFFFFF) + b"."),
-        ),
-        "bytes of exabytes": ("are announced", pickled(b"\x80\x05\x8e" + struct.pack("<Q", 1 << 62) + b".")),
         "a storage with dots in its name": (
             "no record for its storage",
             pickled(b"\x80\x02}(X\x14\x00\x00\x00optimizer_state_dict" + STORAGE + b"u."),
         ),
-        "an empty pickle": ("cannot be unpickled", pickled(b"")),
         "a billion ranks": ("world size|ranks", a_billion_ranks),
         "a negative size": ("has 10 elements", saved(lambda m: m["param_shapes"][0].update({"a.bias": (-3,)}))),
         "a size that is a fraction": (ODD, saved(lambda m: m["param_shapes"][0].update({"a.bias": (3.0,)}))),
@@ -363,7 +350,7 @@ FAULTS: dict[str, dict[str, tuple[str | None, Change]]] = {
         "a parameter of a universal checkpoint": ("universal checkpoint.*mixed", a_parameter_of_a_universal_checkpoint),
         "experts of autoep": ("AutoEP", saved(lambda m: m.update(ds_autoep_layers=[{"x": 1}]))),
         "groups over fewer ranks": ("as experts have", both(lambda state: state.update(partition_count=[2, 1]))),
-        "a module of zero3": ("holds files of two checkpoints", copied(MODULE, MODULE3)),
+        "a module of zero3": ("written as mp_rank_00_model_states.pt, then renamed", copied(MODULE, MODULE3)),
     },
     "zero3": {
         "another length of a frozen parameter": (

@@ -18,7 +18,7 @@ import deepspeed_states
 import numpy as np
 import pytest
 import torch
-from damage import edited, flipped
+from damage import flipped
 from deepspeed_states import deepspeed_names
 from older_versions import older
 from safetensors.torch import save_file
@@ -107,20 +107,6 @@ def test_extra_shards_are_problems_and_left_overs_are_notes(ours):
     assert len(check(ours).notes) == 1 and ".partial" in check(ours).notes[0]
 
 
-@pytest.mark.parametrize(
-    ("metadata", "reason"),
-    [
-        ({"run_id": "another", "save_id": "x"}, "belongs to another run"),
-        ({"run_id": "run", "save_id": "x", "step": "3", "tag": "x"}, r"belongs to another save \(step 3, tag x\)"),
-        ({"run_id": "run", "save_id": "save", "rank": "0"}, "is rank 0's file"),
-        ({"run_id": "run", "save_id": "save", "rank": "1"}, "is truncated|is too long"),
-    ],
-)
-def test_a_shard_that_belongs_elsewhere_says_where(ours, metadata, reason):
-    save_file({"x": torch.zeros(3)}, ours / SHARD, metadata=metadata)
-    one_problem(ours, SHARD, reason)
-
-
 def test_all_problems_are_listed(ours):
     (ours / SHARD).unlink()
     flipped(OTHER, -1)(ours)
@@ -187,22 +173,6 @@ def test_nothing_there(tmp_path):
         check(tmp_path)
     with pytest.raises(CheckpointError, match="workers"):
         verify(str(tmp_path), workers=0)
-
-
-def test_a_json_file_of_another_run_says_so(ours):
-    (ours / "rank_00001_extra.json").write_text(json.dumps({"run_id": "another", "rank": "1"}))
-    one_problem(ours, "rank_00001_extra.json", "belongs to another run")
-
-
-def test_a_manifest_of_another_save_is_found_by_its_files(ours):
-    def change(table: dict) -> None:
-        table.update(save_id="other")
-        for file in table["files"]:
-            file.update(xxh3_128="0" * 32)
-
-    edited(change)(ours)
-    problems = check(ours).problems
-    assert len(problems) == 9 and sum("belongs to another save" in text for text in problems) == 3, problems
 
 
 def test_command(ours, tmp_path, capsys):

@@ -88,7 +88,7 @@ class _Job:
     token: str
     """Part of the partial names of this run."""
     removable: frozenset[str]
-    """Names of files of an earlier aggregation in the destination, which this one replaces or removes."""
+    """Names of files of another model in the destination, which this one replaces or removes."""
 
 
 @collection_paused()
@@ -138,8 +138,9 @@ def aggregate(
         exclude_frozen: leave out parameters that the optimizer does not train.
         dry_run: write nothing; return the report of the files that would be written.
         verify: compare the bytes that are read with the checksums of the format.
-        overwrite: allow a `dst` that is not empty. Unchanged files of an earlier call are replaced or removed, and
-            other files stay. A file of another program under the name of an output file is an error.
+        overwrite: allow a `dst` that is not empty. Files of the same names, the other files of a model in several
+            files, and the optimizer's state are replaced or removed; other files stay. Weights under other names, which
+            could be loaded in place of the new ones, are an error.
         strict: refuse weights with NaN or inf, or with values too large for `dtype`, instead of a warning.
         trust_pickle: unpickle every object in DeepSpeed's files, which can run code from the files.
         tp_split: how tensor-parallel ranks share tensors, if the checkpoint does not record it: rules such as
@@ -276,7 +277,7 @@ def _prepare(
         contents["config.json"] = with_dtype(contents["config.json"], plan.most_written_dtype())
     written = {file.name for file in plan.files} | plan.texts.keys()
     existing = existing_names(target, source.root, (*written, *configs), overwrite)
-    removable = removable_names(target, existing, written, contents)
+    removable = removable_names(target, existing, written)
     small_files = {**contents, **{name: text.encode() for name, text in plan.texts.items()}}
     sizes = {file.name: file.size for file in plan.files} | {name: len(data) for name, data in small_files.items()}
     report = AggregateReport(

@@ -1,21 +1,17 @@
-"""Where an aggregation writes: which files may be replaced or removed, and how the new ones get their names.
+"""Where an aggregation writes: which files it replaces, and how the new ones get their names.
 
-Many programs write ``model.safetensors`` or ``pytorch_model.bin``, so a file's name does not tell which program wrote
-the file. A record lies beside the files: ort_zero wrote a file if the record has the file's name and current size.
-
-A single file replaces another in one step. With several files the index decides which of them are loaded: the old index
-is removed first, and the new index comes last. So no index ever lists files of two models.
+With ``overwrite`` an aggregation replaces the files of the same names, in one file or in several, and the optimizer's
+state. A single file replaces another in one step. With several files the index decides which of them are loaded: the
+old index is removed first, and the new index comes last. So no index ever lists files of two models.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from ort_zero.checkpoint.files import json_text
-from ort_zero.checkpoint.files.allowed_names import is_module_config_name, is_output_name
+from ort_zero.checkpoint.files.allowed_names import is_module_config_name
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.finding import format_in
 from ort_zero.checkpoint.records import MAX_NAMED
@@ -25,15 +21,13 @@ from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
 from ort_zero.utils.text import shortened
 
-RECORD = ".ort_zero_output.json"
-_FORMAT = "ort_zero.output"
-_MAX_RECORD_BYTES = 64 << 20
 INDEX = ".index.json"
 """End of the names of files that list the files of a model."""
-_OUTPUT_NAME = re.compile(
-    r"(model|optimizer|adapter_model|diffusion_pytorch_model)(-\d{5}-of-\d{5})?\.safetensors|(model|optimizer|diffusion_pytorch_model)\.safetensors\.index\.json|optimizer\.json"
-    r"|(pytorch_model|adapter_model|diffusion_pytorch_model)(-\d{5}-of-\d{5})?\.bin"
-    r"|(diffusion_)?pytorch_model\.bin\.index\.json"
+_OPTIMIZER = "optimizer.safetensors"
+_ADAPTER = "adapter_model"
+_MODEL_FILE = re.compile(
+    rf"(?P<stem>model|optimizer|{_ADAPTER}|(?:diffusion_)?pytorch_model)(-\d{{5}}-of-\d{{5}})?"
+    r"(?P<end>\.safetensors|\.bin)(\.index\.json)?"
 )
 _PARTIAL_NAME = re.compile(rf"\.(?P<name>.+?)\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
 
@@ -53,7 +47,7 @@ def existing_names(target: Folder, root: str, written: Iterable[str], overwrite:
     existing = _names(target)
     for inner in dict.fromkeys(name.rpartition("/")[0] for name in written if "/" in name):
         existing += [f"{inner}/{name}" for name in _names(target.child(inner))]
-    others = [name for name in existing if not is_left_over(name) and name != RECORD]
+    others = [name for name in existing if not is_left_over(name)]
     if others and not overwrite:
         raise CheckpointError(
             f"the destination {target.path()} is not empty (it holds {others[0]}); choose another or pass --overwrite"
@@ -63,24 +57,41 @@ def existing_names(target: Folder, root: str, written: Iterable[str], overwrite:
     return existing
 
 
-def removable_names(
-    target: Folder, existing: list[str], written: Collection[str], small_files: Mapping[str, bytes]
-) -> frozenset[str]:
-    """Return the names out of `existing` that an aggregation may replace or remove.
+def removable_names(target: Folder, existing: Iterable[str], written: Iterable[str]) -> frozenset[str]:
+    """Return the names out of `existing` of the files that an aggregation removes unless it writes them again.
 
     Raises:
-        CheckpointError: files of other programs, or changed files, have names of files to be written or loaded.
+        CheckpointError: there are weights under names that a loader could prefer to those in `written`.
     """
-    sizes = _recorded_sizes(target)
-    ours = {RECORD, *(name for name in existing if name in sizes and sizes[name] in (None, target.size(name)))}
-    refused = [n for n in existing if n not in ours and (n in written or _OUTPUT_NAME.fullmatch(n.rpartition("/")[2]))]
-    refused += [n for n, data in small_files.items() if n in existing and n not in ours and not _holds(target, n, data)]
-    if refused:
+    families = {family for name in written if (family := _family(name))}
+    removable, others = set(), []
+    for name in existing:
+        family = _family(name)
+        if is_left_over(name) or family in families or family == _OPTIMIZER:
+            removable.add(name)
+        elif family and any(_is_alternative(family, other) for other in families):
+            others.append(name)
+    if others:
         raise CheckpointError(
-            f"the destination {target.path()} holds files that ort_zero did not write there, or that were changed "
-            f"since: {shortened(sorted(refused), MAX_NAMED)}; move them away, or choose another destination"
+            f"the destination {target.path()} holds another model, {shortened(sorted(others), MAX_NAMED)}, which could "
+            "be loaded in place of the new one; move it away, or choose another destination"
         )
-    return frozenset(n for n in existing if n in ours or is_left_over(n) or n in small_files)
+    return frozenset(removable)
+
+
+def _family(name: str) -> str | None:
+    """Return the name under which a model's file would be written alone; None for a file of another kind."""
+    folder, slash, last = name.rpartition("/")
+    match = _MODEL_FILE.fullmatch(last)
+    if match is None:
+        return _OPTIMIZER if name == "optimizer.json" else None
+    return f"{folder}{slash}{match['stem']}{match['end']}"
+
+
+def _is_alternative(family: str, other: str) -> bool:
+    """Return True if two different families of one folder hold the same model, or the same adapter."""
+    (folder, _, one), (other_folder, _, two) = family.rpartition("/"), other.rpartition("/")
+    return folder == other_folder and one.startswith(_ADAPTER) == two.startswith(_ADAPTER) and two != _OPTIMIZER
 
 
 def publish(
@@ -96,7 +107,7 @@ def publish(
 
     Args:
         own: names of those that this rank wrote.
-        removable: names of files there that may be replaced or removed.
+        removable: names of files there that are removed unless they are written.
 
     Raises:
         CheckpointError: a file cannot be renamed, written or removed.
@@ -105,8 +116,6 @@ def publish(
     written = {*names, *small_files}
     with ranks.raise_on_all("publishing"):
         if ranks.rank == 0:
-            # first, so that the next run recognises the files of a killed run as ort_zero's
-            _write_record(target, dict.fromkeys({*written, *removable} - {RECORD}), token)
             for name in removable:
                 if name.endswith(INDEX):
                     target.remove(name)
@@ -118,30 +127,10 @@ def publish(
         if ranks.rank == 0:
             for name in sorted(small_files, key=lambda name: name.endswith(INDEX)):
                 target.write(name, small_files[name], token)
-            for name in sorted({*removable} - written - {RECORD}):
+            for name in sorted({*removable} - written):
                 target.remove(name)
             sizes = {name: target.size(name) or 0 for name in written}
-            _write_record(target, sizes, token)
     return ranks.broadcast(sizes)
-
-
-def _recorded_sizes(folder: Folder) -> dict[str, int | None]:
-    """Return the size of each file in the record, None for one that was about to be written; empty without a record."""
-    if not folder.exists(RECORD):
-        return {}
-    try:
-        table = json_text.loads(folder.read(RECORD, limit=_MAX_RECORD_BYTES))
-        if table["format"] != _FORMAT:
-            return {}
-        sizes = table["files"].items()
-        return {name: size for name, size in sizes if is_output_name(name) and (size is None or type(size) is int)}
-    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
-def _write_record(folder: Folder, files: Mapping[str, int | None], token: str) -> None:
-    table = {"format": _FORMAT, "version": 1, "files": dict(sorted(files.items()))}
-    folder.write(RECORD, (json.dumps(table, indent=1) + "\n").encode(), token)
 
 
 def make_folder(target: Folder) -> None:
@@ -156,17 +145,13 @@ def make_folder(target: Folder) -> None:
         raise CheckpointError(f"cannot make the folder {target.path()}: {error.strerror or error}") from error
 
 
-def _holds(target: Folder, name: str, content: bytes) -> bool:
-    return target.size(name) == len(content) and target.read(name) == content
-
-
 def is_left_over(name: str) -> bool:
     """Return True for the partial files of a killed run: no other program writes files of these names."""
     match = _PARTIAL_NAME.fullmatch(name.rpartition("/")[2])
     if match is None:
         return False
     name = match["name"]
-    return is_module_config_name(name) or name == RECORD or name.endswith(".py") or bool(_OUTPUT_NAME.fullmatch(name))
+    return is_module_config_name(name) or name.endswith(".py") or _family(name) is not None
 
 
 def _is_within(inner: str, outer: str) -> bool:

@@ -145,11 +145,6 @@ def open_state_files(
     optimizer_names = names_by_rank(folder, names, OPTIMIZER_FILE)
     rank_names = names_by_rank(folder, names, RANK_MODULE_FILE)
     module_names = [name for name in names if MODULE_FILE.fullmatch(name)]
-    if rank_names and module_names:
-        raise CorruptCheckpointError(
-            f"{folder.path()} holds files of two checkpoints: {module_names[0]} is not of ZeRO-3, "
-            f"{next(iter(rank_names.values()))} is"
-        )
     if not rank_names and not module_names:
         raise CorruptCheckpointError(f"{folder.path(f'mp_rank_{model_rank:02d}_model_states.pt')} is missing")
     shared: Contents = {}

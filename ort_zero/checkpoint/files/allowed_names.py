@@ -51,12 +51,6 @@ def is_module_folder(name: object) -> bool:
     return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", name) is not None
 
 
-def is_output_name(name: object) -> bool:
-    """Return True if `name` may name a file of an aggregated model: a plain name, or one in the folder of a module."""
-    folder, slash, last = name.rpartition("/") if isinstance(name, str) else ("", "", "")
-    return is_plain_name(last) and (not slash or is_module_folder(folder))
-
-
 def is_plain_name(name: object) -> bool:
     """Return True if `name` is the name of a file within one folder: no separator, not ``..``, printable."""
     return (

@@ -1,4 +1,4 @@
-"""Check one file of ort_zero's format against the manifest: its size, checksum, save and rank."""
+"""Check one file of ort_zero's format against the manifest: its size and its checksum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ort_zero.checkpoint.records import File, Source
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
-_RANK = re.compile(r"rank_(\d+)_")
 _OF_A_SAVE = re.compile(r"rank_\d{5}_(master|optimizer|extra)(\.[0-9a-f]{8})?\.(safetensors|json)")
 EXTRA_KEYS = ("tensor_shapes", "counters", "client_state", "lr_scheduler", "loss_scaler", "extra_state")
 """Keys of a rank's JSON file that loading needs."""
@@ -48,9 +47,6 @@ def problem_of_shard(folder: Folder, file: File, source: Source, advance: Callab
             advance(len(block))
         if digest.hexdigest() == file.xxh3_128:
             return None
-    other = _other_owner(_metadata(folder, file.name), file.name, source)
-    if other:
-        return f"{path} {other}"
     if size != file.size:
         kind = "is truncated: it" if size < file.size else "is too long: it"
         return f"{path} {kind} has {size} bytes, the manifest says {file.size}"
@@ -114,17 +110,3 @@ def _metadata(folder: Folder, name: str) -> dict[str, Any]:
     except (ValueError, CorruptCheckpointError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _other_owner(metadata: dict[str, Any], name: str, source: Source) -> str | None:
-    """Return which other run, save or rank a file belongs to; None for this checkpoint and rank."""
-    run, save, rank = (metadata.get(key) for key in ("run_id", "save_id", "rank"))
-    if run is not None and run != source.run_id:
-        return "belongs to another run"
-    if save is not None and save != source.save_id:
-        details = [f"{key} {metadata[key]}" for key in ("step", "tag") if key in metadata]
-        return "belongs to another save" + (f" ({', '.join(details)})" if details else "")
-    match = _RANK.match(name)
-    if match and str(rank).isdigit() and int(str(rank)) != int(match[1]):
-        return f"is rank {rank}'s file"
-    return None
