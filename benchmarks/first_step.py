@@ -21,8 +21,10 @@ import torch
 from step_time import SIZES
 from training_models import MODELS, batch, build
 
-VARIANTS = ("torch", "compile", "segments")
-"""Eager PyTorch; torch.compile by Inductor; the compile backend with measured placement."""
+SECTIONS = {"torch": None, "compile": None, "segments": "compile", "ortmodule": "ortmodule"}
+"""The backend of each variant: eager PyTorch; torch.compile by Inductor; the compile backend with measured placement;
+onnxruntime-training (in its own environment)."""
+DEFAULT = ("compile", "segments", "torch")
 STEPS = 5
 
 
@@ -34,17 +36,17 @@ def start(name: str, kind: str, size: str) -> dict[str, float]:
     begin = time.perf_counter()
     if kind == "compile":
         model.compile()
-    elif kind == "segments":
+    elif SECTIONS[kind] is not None:
         import ort_zero
 
-        ort_zero.wrap(model, backend="compile", log_level="ERROR")
+        ort_zero.wrap(model, backend=SECTIONS[kind], log_level="ERROR")
     found: dict[str, float] = {}
     for step in range(STEPS):
         model.zero_grad(set_to_none=True)
         model(**inputs).loss.backward()
         if step == 0:
             found = {"step": time.perf_counter() - begin, "process": time.time() - float(os.environ["STARTED_AT"])}
-    if kind == "segments":
+    if SECTIONS[kind] is not None:
         assert ort_zero.status()["models"][-1]["graph_runs"]["backward"], "ONNX Runtime ran nothing"
     return {**found, "steps": time.perf_counter() - begin}
 
@@ -61,10 +63,11 @@ def measured(name: str, kind: str, size: str, caches: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the seconds of each start, and their ratio to Inductor's start of the same kind."""
+    """Print the seconds of each start, and their ratio to the first variant's start of the same kind."""
     parser = argparse.ArgumentParser(description="What a first step costs beside Inductor.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["gpt2", "bert"])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["4x256"])
+    parser.add_argument("--variants", nargs="+", choices=SECTIONS, default=DEFAULT, help="compared with the first")
     parser.add_argument("--repeat", type=int, default=1, help="starts of each kind; the median counts")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -72,16 +75,16 @@ def main() -> None:
         print(json.dumps(start(*args.one)))
         return
     for name, size in ((name, size) for name in args.models for size in args.sizes):
-        runs: dict[tuple[int, str], list[dict[str, float]]] = {(n, kind): [] for n in (1, 2) for kind in VARIANTS}
+        runs: dict[tuple[int, str], list[dict[str, float]]] = {(n, kind): [] for n in (1, 2) for kind in args.variants}
         for _ in range(args.repeat):
-            for kind in VARIANTS:
+            for kind in args.variants:
                 with tempfile.TemporaryDirectory() as caches:
                     for number in (1, 2):
                         runs[number, kind].append(measured(name, kind, size, caches))
         medians = {which: {key: statistics.median(run[key] for run in some) for key in some[0]}
                    for which, some in runs.items()}  # fmt: skip
         for (number, kind), found in medians.items():
-            texts = [f"{key} {found[key]:6.2f} s ({found[key] / medians[number, 'compile'][key]:.3f})"
+            texts = [f"{key} {found[key]:6.2f} s ({found[key] / medians[number, args.variants[0]][key]:.3f})"
                      for key in ("step", "steps", "process")]  # fmt: skip
             print(f"{name} {size}, start {number}, {kind:8}: {', '.join(texts)}", flush=True)
 

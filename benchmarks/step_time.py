@@ -54,7 +54,7 @@ torch.compile by Inductor; the compile backend with measured placement, with all
 budget; onnxruntime-training (in its own environment)."""
 DEFAULT = ("torch", "torch, cpu_memory", "compile", "segments")
 _SETTLING = 400
-"""Most steps for which the compile backend may go on deciding where segments and units run."""
+"""Most steps for which a backend may go on deciding where segments and units run."""
 
 
 class Variant:
@@ -73,7 +73,7 @@ class Variant:
         self._device = options["device"]
         if kind == "compile":
             model.compile()
-        self.segments, section = kind.startswith("segments"), SECTIONS[kind]
+        section = SECTIONS[kind]
         self.engine: Any = model
         if self.stage:
             import deepspeed
@@ -114,7 +114,7 @@ class Variant:
 
     def settle(self, inputs: dict[str, torch.Tensor]) -> None:
         """Run steps until it is decided on all ranks where segments and units run."""
-        while self.segments and self.steps < _SETTLING:
+        while self.runtime is not None and self.steps < _SETTLING:
             settled = torch.tensor(int(self.runtime.status()["compiled"]["settled"]))
             if torch.distributed.is_initialized():
                 torch.distributed.all_reduce(settled, torch.distributed.ReduceOp.MIN)
@@ -129,13 +129,11 @@ class Variant:
             return {}
         status = self.runtime.status()
         assert status["fallbacks"] == 0 and status["graph_runs"]["backward"], status
-        did = f"{len(status['units'])} units"
-        if self.segments:
-            compiled, memory = status["compiled"], status["memory"][0]
-            did += f", {100 * compiled['flop_share']:.0f} % of operations in ONNX Runtime"
-            did += f", {'' if compiled['settled'] else 'not '}settled after {self.settled_after} steps"
-            if memory["budget"]:
-                did += f", {100 * memory['kept'] / memory['kept_without']:.0f} % kept for the backward"
+        compiled = status["compiled"]
+        did = f"{len(status['units'])} units, {100 * compiled['flop_share']:.0f} % of operations in ONNX Runtime"
+        did += f", {'' if compiled['settled'] else 'not '}settled after {self.settled_after} steps"
+        if status["memory"] and (memory := status["memory"][0])["budget"]:
+            did += f", {100 * memory['kept'] / memory['kept_without']:.0f} % kept for the backward"
         return {"did": did}
 
 

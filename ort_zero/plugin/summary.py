@@ -164,7 +164,7 @@ def _other_place(engine: str, section: config.Config) -> str:
 def _kept(status: Mapping[str, Any] | None) -> str:
     if status is None or status["fallback_reason"]:
         return "everything"
-    names = list(status["in_torch"])
+    names = [name.removesuffix(".default") for name in status["in_torch"]]
     return shortened(names, 1) or "nothing"
 
 
