@@ -9,12 +9,14 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import logging
 import os
 import shlex
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from ort_zero.utils.trusted_folder import reason_not_to_trust
 
 _SILENT_SECONDS = 10.0
 """Seconds of waiting for a lock after which a message says what for; the next messages come a minute apart."""
+_COMPILERS = ("cc1plus", "ninja", "g++", "c++", "clang++", "nvcc", "cicc", "ptxas")
+"""Names of processes that compile C++ or CUDA."""
 
 
 def prepare() -> None:
@@ -83,14 +87,31 @@ def _holder(lock: Path) -> str | None:
     return None
 
 
-def _words_of_wait(lock: str) -> str:
-    """Return what a process waits for, and who holds the file."""
+def _tell_of_wait(lock: str) -> None:
+    """Log what this process waits for, since when, who holds the file, and whether a compiler runs."""
+    try:
+        made = os.stat(lock).st_mtime
+    except FileNotFoundError:
+        return  # the build has just ended
+    text = f"waiting for {lock} of {time.strftime('%H:%M:%S', time.localtime(made))}"
     if holder := _holder(Path(lock)):
-        return f"waiting for {lock}; {holder} holds the file"
-    return (
-        f"waiting for {lock}; no process of this machine holds the file. If no other machine compiles there, a build "
-        f"was killed: rm {shlex.quote(lock)}"
-    )
+        compiler = next((name for name in _names_of_processes() if name in _COMPILERS), None)
+        text += f": {holder} holds the file, and {f'{compiler} runs' if compiler else 'no compiler runs'}"
+        level = logging.WARNING
+    else:
+        text += (
+            ": no process of this machine holds the file. If no other machine compiles there, a build was killed: "
+            f"rm {shlex.quote(lock)}"
+        )
+        level = logging.ERROR
+    # an error passes the filter of rank 0, which may be on a host where nothing waits
+    log.get_logger().log(level if env.rank() == 0 else logging.ERROR, "%s", text)
+
+
+def _names_of_processes() -> Iterator[str]:
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has ended
+            yield (process / "comm").read_text().strip()
 
 
 def patches() -> tuple[Patch, ...]:
@@ -112,8 +133,7 @@ def _wait_in_words(original: Callable[..., Any]) -> Callable[..., Any]:
         def tell() -> None:
             seconds = _SILENT_SECONDS
             while not over.wait(seconds):
-                # an error passes the filter of rank 0, which may be on a host where nothing waits
-                log.get_logger().error("%s", _words_of_wait(self.lock_file_path))
+                _tell_of_wait(self.lock_file_path)
                 seconds = 60.0
 
         if env.speaks_for_host():

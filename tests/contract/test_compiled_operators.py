@@ -53,13 +53,18 @@ def test_whoever_waits_reads_for_what_and_doctor_finds_the_lock_of_a_killed_buil
     patches.apply()
     try:
         held = said_while_waiting(lock, capsys)
-        assert f"waiting for {lock}; process" in held
-        assert f"process {building.pid} (" in held and "rm " not in held
+        made = time.strftime("%H:%M:%S", time.localtime(lock.stat().st_mtime))
+        assert f"WARNING waiting for {lock} of {made}: process {building.pid} (" in held
+        assert held.rstrip().endswith(" runs") and "rm " not in held
         assert torch_extensions.unheld_locks() == []
         building.kill()
         building.wait()
         left = said_while_waiting(lock, capsys)
-        assert "no process of this machine holds the file" in left and left.rstrip().endswith(f"rm {lock}")
+        assert (
+            "ERROR waiting" in left
+            and "no process of this machine holds the file" in left
+            and left.rstrip().endswith(f"rm {lock}")
+        )
     finally:
         patches.restore()
         if is_applied:
