@@ -85,7 +85,7 @@ def convert_together(scratch: str) -> list[str]:
         ("s3://models/run/s3", f"{scratch}/local", {"to": "deepspeed", "stage": 2, "world_size": 3}),
         (f"{scratch}/local", "s3://models/back", {"world_size": 2}),
         ("s3://models/run/s3", "s3://models/theirs", {"to": "deepspeed", "stage": 3, "world_size": 2}),
-        ("s3://models/run/s3", "s3://models/ours", {}),
+        ("s3://models/run/s3", "s3://models/ours", {"overwrite": True}),
         ("s3://models/gone", "s3://models/none", {}),
     ):
         try:
@@ -101,7 +101,7 @@ def test_two_ranks_convert_from_and_to_the_store(saved, s3, tmp_path):
     first, second = run_on_ranks(convert_together, 2, str(tmp_path), timeout=300, env=s3)
     for said in (first, second):
         assert said[:4] == [""] * 4, said
-        assert "exists already" in said[4] and "s3://models/gone" in said[5], said
+        assert "only local folders are replaced" in said[4] and "s3://models/gone" in said[5], said
     for place in ("s3://models/ours", "s3://models/back", "s3://models/theirs", str(tmp_path / "local")):
         assert verify(place, progress=False).ok, place
         found = diff("s3://models/run/s3", place, progress=False)

@@ -19,8 +19,6 @@ import pytest
 import torch
 from rank_processes.ranks import free_port
 
-from ort_zero.checkpoint import verify
-
 SCRIPT = Path(__file__).with_name("resuming_training.py")
 ROOT = Path(__file__).parents[2]
 LIMIT = 150
@@ -129,34 +127,6 @@ def test_restarts_with_as_many_ranks_as_are_left(tmp_path: Path) -> None:
     same_as(tmp_path / "expected", found, steps)
     text += (found / "second.log").read_text()
     assert re.search(r"a collective failed: rank 1 \(.*, process \d+\) is gone", text), text[-4000:]
-
-
-@pytest.mark.slow
-def test_a_kill_in_each_phase_is_named_and_gone_on_from(tmp_path: Path) -> None:
-    """Both ranks in turns; each is killed in a collective of the phase, or in the middle of its own work."""
-    steps, found = 8, tmp_path / "found"
-    uninterrupted(tmp_path / "expected", steps)
-    fails = [f"{number % 2}:{step}:{phase}" for number, (step, phase) in enumerate(
-        [(1, "export"), (2, "forward"), (3, "backward"), (4, "step"), (5, "save"), (0, "load")])]  # fmt: skip
-    words = ["--standalone", "--nproc_per_node", 2, "--max-restarts", len(fails) + 1, SCRIPT, found, steps]
-    for fault in fails:
-        words += ["--fails-in", fault]
-    launcher = agent(found, *words)
-    with ended_with(launcher):
-        deadline = time.monotonic() + len(fails) * LIMIT
-        while launcher.poll() is None:
-            assert time.monotonic() < deadline, (found / "agent.log").read_text()[-6000:]
-            time.sleep(0.1)
-    text = (found / "agent.log").read_text()
-    assert launcher.returncode == 0, text[-6000:]
-    for fault in fails:
-        rank, _, phase = fault.split(":")
-        pid = (found / f"failed_in_{phase}").read_text()
-        assert re.search(rf"failed \(exitcode: -9\) local_rank: {rank} \(pid: {pid}\)", text), (fault, text[-6000:])
-    assert re.search(r"a collective failed: rank 1 \(.*, process \d+\) is gone", text), text[-6000:]
-    assert len(processes(found, 0)) == len(fails) + 1
-    assert all(verify(path.parent, progress=False).ok for path in found.glob("checkpoints/step_*/manifest.json"))
-    same_as(tmp_path / "expected", found, steps)
 
 
 @pytest.mark.slow

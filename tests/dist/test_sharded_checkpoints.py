@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 from checkpoint_engines import (
     Odd,
-    digest,
     engine_of,
     load_all,
     save_all,
@@ -68,21 +65,6 @@ def cross_precision(folder: str, stage: int) -> dict[str, dict[str, torch.Tensor
         train(engine, range(4, 6))
         engine.destroy()
     return found
-
-
-def save_without_onnxruntime(folder: str) -> list[str]:
-    """Save and load where onnxruntime cannot be imported; return the modules of it that are loaded nevertheless."""
-    import sys
-
-    sys.modules["onnxruntime"] = None  # an import of it raises ImportError
-    engine = engine_of(2)
-    train(engine, range(2))
-    engine.save_checkpoint(folder)
-    before = digest(engine)
-    train(engine, range(2, 3))
-    engine.load_checkpoint(folder)
-    assert digest(engine) == before
-    return [name for name, module in sys.modules.items() if name.startswith("onnxruntime") and module is not None]
 
 
 @pytest.fixture(scope="module")
@@ -224,16 +206,3 @@ def test_optimizer_state_of_torch_goes_on(saved, tmp_path):
         found.append(loss.item())
     assert found == pytest.approx(losses["w3_s3"][:2], abs=2e-3)
     assert abs(found[0] - losses["w3_s3"][0]) <= 1e-5
-
-
-def test_onnxruntime_is_not_needed(tmp_path):
-    assert run_on_ranks(save_without_onnxruntime, 2, str(tmp_path), timeout=400, fresh=True) == [[], []]
-    code = (
-        "import sys; sys.modules['onnxruntime'] = sys.modules['deepspeed'] = None\n"
-        "from ort_zero.cli.main import main\n"
-        f"failed = main(['aggregate', {str(tmp_path)!r}, {str(tmp_path / 'out')!r}])\n"
-        f"sys.exit(failed or main(['verify', {str(tmp_path)!r}]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    assert "model.safetensors" in done.stdout and "ok" in done.stdout

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint_files
-import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint import aggregate
 from ort_zero.checkpoint.aggregation import lora_merge
-from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.cli import main as cli
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
@@ -217,14 +215,3 @@ def test_wrong_names_are_refused(tmp_path, options, message):
     checkpoint_files.write(tmp_path / "c")
     with pytest.raises(CheckpointError, match=message):
         aggregate(tmp_path / "c", tmp_path / "out", progress=False, **options)
-
-
-def test_a_merge_goes_into_a_store_too(tmp_path):
-    path = save(tmp_path / "c", tensors())
-    merged(path, tmp_path / "out")
-    aggregate(path, "memory://merged", merge_lora=True, progress=False)
-    try:
-        remote = open_folder("memory://merged").read("model.safetensors")
-    finally:
-        fsspec.filesystem("memory").rm("/merged", recursive=True)
-    assert remote == (tmp_path / "out" / "model.safetensors").read_bytes()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint_files
-import fsspec
 import pytest
 import torch
 from checkpoint_files import SAVED_ELSEWHERE, some_tensors, write
@@ -23,7 +22,6 @@ from safetensors.torch import load_file
 from ort_zero.checkpoint.aggregation import streaming
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
 from ort_zero.checkpoint.files import storage
-from ort_zero.checkpoint.files.remote_storage import RemoteFolder
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.reads import checked_reads, record_checks
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, File, Piece, Tensor
@@ -215,21 +213,6 @@ def test_a_missing_or_short_shard_is_named(shards, tmp_path):
     assert names(tmp_path / "out") == []
 
 
-def test_remote_source_and_destination(tmp_path):
-    fs = fsspec.filesystem("memory")
-    write("memory://agg/src")
-    try:
-        for form, limit in (("safetensors", "5GB"), ("torch", 300)):
-            report = aggregate("memory://agg/src", f"memory://agg/{form}", format=form, max_shard_size=limit)
-            there = {p.rsplit("/", 1)[-1] for p in fs.ls(f"/agg/{form}", detail=False)}
-            assert there == {*report.files}
-            assert all(fs.size(f"/agg/{form}/{name}") == size for name, size in report.files.items())
-        (tmp_path / "m").write_bytes(fs.cat_file("/agg/safetensors/model.safetensors"))
-        assert same(load_file(tmp_path / "m"), WEIGHTS)
-    finally:
-        fs.rm("/agg", recursive=True)
-
-
 def test_objects_that_are_missing_or_short_are_damage():
     folder = open_folder("memory://short")
     folder.write("x", b"0123456789", "t")
@@ -237,21 +220,6 @@ def test_objects_that_are_missing_or_short_are_damage():
         folder.read("x", 8, 4)
     with pytest.raises(CorruptCheckpointError, match="short/y is missing"):
         folder.read("y", 0, 1)
-
-
-@pytest.mark.parametrize("workers", [1, 2, 5])
-def test_little_of_a_store_is_read_twice_whoever_writes_what(tmp_path, monkeypatch, workers):
-    tensors = {(kind, f"{number}"): torch.randn(size) for number, size in enumerate((40_000, 9_001, 20_000))
-               for kind in (MASTER, "exp_avg")}  # fmt: skip
-    fs = fsspec.filesystem("memory")
-    write("memory://few/src", tensors, aliases={}, frozen=[])
-    try:
-        report = aggregate("memory://few/src", tmp_path / "out", what="weights+optimizer", workers=workers)
-    finally:
-        fs.rm("/few", recursive=True)
-    needed = sum(value.nbytes for value in tensors.values())
-    assert needed <= report.bytes_read <= 1.05 * needed, report.bytes_read / needed
-    assert same(load_file(tmp_path / "out/model.safetensors"), {n: v for (k, n), v in tensors.items() if k == MASTER})
 
 
 class FailingStream:
@@ -284,19 +252,6 @@ def fail_a_write(monkeypatch, kind: type[Folder], error: BaseException, number: 
     for name in ("writing", "writing_from"):
         monkeypatch.setattr(kind, name, failing(getattr(kind, name)))
     return calls
-
-
-@pytest.mark.parametrize("number", [0, 2])
-def test_remote_failure_leaves_nothing(monkeypatch, number):
-    fs = fsspec.filesystem("memory")
-    write("memory://agg/src")
-    fail_a_write(monkeypatch, RemoteFolder, OSError("quota"), number)
-    try:
-        with pytest.raises(CheckpointError, match="cannot write memory://agg/out/model.safetensors: quota"):
-            aggregate("memory://agg/src", "memory://agg/out")
-        assert fs.find("/agg/out") == []
-    finally:
-        fs.rm("/agg", recursive=True)
 
 
 def _raises(error: BaseException):

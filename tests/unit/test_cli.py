@@ -114,14 +114,6 @@ def test_doctor_needs_no_extensions_with_plain_onnxruntime(with_packages, asked,
     assert re.search("extensions +none needed", out) and "onnxruntime-training" not in out
 
 
-def test_doctor_refuses_two_wheels_of_onnxruntime_first(with_packages, asked, capsys):
-    with_packages((3, 11, 7), onnxruntime="1.32.0", onnxruntime_training="1.19.2")
-    assert cli.main(["doctor"]) == 1 and not asked
-    out = capsys.readouterr().out
-    assert "problem: onnxruntime 1.32.0 and onnxruntime-training 1.19.2 are installed over one another" in out
-    assert "fix first: pip uninstall -y onnxruntime onnxruntime-training && pip install onnxruntime\n" in out
-
-
 @pytest.mark.parametrize("lack", ["C++ compiler", "header Python.h"])
 def test_doctor_says_before_what_deepspeed_would_stop_at(healthy, monkeypatch, capsys, lack):
     monkeypatch.setattr(deepspeed_programs, "missing_for_operators", lambda: lack)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import checkpoint_files
 import deepspeed_states
-import fsspec
 import pytest
 import torch
 from deepspeed_checkpoints import read
@@ -158,24 +157,6 @@ def data_of(folder: Path) -> float:
     """Return a value of rank 1's moments."""
     source = find_source(str(folder))
     return read(source, source.by_name("exp_avg")["embed.weight"]).flatten()[-1].item()
-
-
-@pytest.mark.parametrize("to", ["ort_zero", "deepspeed", "universal"])
-def test_remote_folders(tmp_path, to):
-    remote = fsspec.filesystem("memory")
-    try:
-        checkpoint_files.write("memory://convert/ours/t", tag="t")
-        convert("memory://convert/ours/t", "memory://convert/out", to=to, stage=2, world_size=2, progress=False)
-        convert("memory://convert/ours/t", tmp_path, to=to, stage=2, world_size=2, progress=False)
-        assert_same(find_source("memory://convert/out/t"), find_source(str(tmp_path / "t")))
-        assert verify("memory://convert/out/t", progress=False).ok
-        assert not [path for path in remote.find("/convert") if path.endswith(".partial")]
-        with pytest.raises(CheckpointError, match="only local folders are replaced"):
-            convert("memory://convert/ours/t", "memory://convert/out", to=to, stage=2, overwrite=True, progress=False)
-        convert("memory://convert/out/t", tmp_path / "back", progress=False)
-        assert_same(find_source("memory://convert/out/t"), find_source(str(tmp_path / "back")))
-    finally:
-        remote.rm("/convert", recursive=True)
 
 
 @pytest.mark.parametrize("block", [1 << 20, 4096])

@@ -334,42 +334,6 @@ def test_only_compat_names_private_symbols():
     assert not wrong, "behind a function of ort_zero.compat, please:\n" + "\n".join(wrong)
 
 
-def test_the_walk_finds_what_it_should():
-    code = "import torch\nfrom onnxruntime.training import _utils\nimport deepspeed._x as d\ntorch._C.f()\nd.ok\n"
-    assert sorted(line for line, _ in private_uses(ast.parse(code))) == [2, 3, 4]
-    code = """
-import argparse
-import torch.distributed as dist
-from argparse import ArgumentParser
-argparse._SubParsersAction, kind._make, self._mine, other._mine, dist.all_gather, text.partition(" "), ds_config
-module._parameters
-tensor._version
-parameter.ds_shape
-getattr(parameter, "ds_numel")
-setattr(module, "_theirs", 1)
-for name in ("_forward_hooks",): pass
-parameter.partition()
-self._theirs
-offload.dp_process_group
-"""
-    own = frozenset({"_mine", "_version"})
-    assert sorted({line for line, _ in private_attributes(ast.parse(code), own)}) == list(range(6, 15))
-    code = (
-        "from ort_zero import env, enable\nimport ort_zero.cli.main\nfrom . import patches\n"
-        "from ...ortmodule.upstream import hooks\nHOMES = {'x': 'ort_zero.statistics.rows'}\n"
-    )
-    found = [name for _, name in imported_modules(ast.parse(code), "ort_zero.plugin.zero3_hooks.subscriber")]
-    assert set(found) == {
-        "ort_zero.env", "ort_zero", "ort_zero.cli.main", "ort_zero.plugin.zero3_hooks.patches",
-        "ort_zero.ortmodule.upstream.hooks", "ort_zero.statistics.rows",
-    }  # fmt: skip
-    assert [package_of(f"ort_zero{name}") for name in ("", ".ortmodule.backend", ".ortmodule.upstream.hooks")] == [
-        "__init__", "ortmodule.backend", "ortmodule",
-    ]  # fmt: skip
-    assert cycle_in({"a": ["b"], "b": ["c"], "c": []}) == []
-    assert set(cycle_in({"a": ["b"], "b": ["c"], "c": ["a"]})) == {"a", "b", "c"}
-
-
 @pytest.mark.parametrize(
     "module",
     [

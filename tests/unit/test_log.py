@@ -42,22 +42,6 @@ class Engine:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "number", "all_ranks", "backend"),
-    [
-        ("DEBUG", 10, True, 0),
-        ("DEVINFO", 15, True, 1),
-        ("INFO", 20, False, 2),
-        ("WARNING", 30, False, 2),
-        ("ERROR", 40, False, 3),
-    ],
-)
-def test_a_level_sets_all_sinks(name, number, all_ranks, backend):
-    level = log.chosen(name)
-    assert (level.number, level.all_ranks, level.backend) == (number, all_ranks, backend)
-    assert log.chosen(name.lower()) is level
-
-
 def test_the_variable_wins_over_the_section(monkeypatch, plain_logger):
     monkeypatch.setenv(log.VARIABLE, " devinfo ")
     assert log.set_level("ERROR").name == "DEVINFO" and plain_logger.level == 15

@@ -19,7 +19,6 @@ from ort_zero.checkpoint.deepspeed.split_geometry import (
     first_rows,
     joined,
     replicated,
-    row_major,
     split_along,
 )
 from ort_zero.checkpoint.deepspeed.split_rules import (
@@ -27,7 +26,6 @@ from ort_zero.checkpoint.deepspeed.split_rules import (
     SplitNotes,
     model_sizes,
     parse_rules,
-    rule_for,
     split_by_sizes,
 )
 from ort_zero.checkpoint.files.storage import open_folder
@@ -90,13 +88,6 @@ def test_uneven_parts_and_a_rank_without_any(files):
     parts = [whole[:4], whole[4:4], whole[4:]]
     made = joined([files.part(part) for part in parts], split_along([part.shape for part in parts], 0))
     assert np.array_equal(files.read(made), whole)
-
-
-def test_a_tensor_that_every_rank_has(files):
-    whole = np.arange(6, dtype=np.float32).reshape(2, 3)
-    parts = [files.part(whole) for _ in range(3)]
-    split = replicated([part.shape for part in parts])
-    assert np.array_equal(files.read(joined(parts, split)), whole) and len(split.replicated) == 2
 
 
 @pytest.mark.parametrize(("split", "reason"), [
@@ -163,18 +154,7 @@ def test_only_pieces_of_recently_used_tensors_stay_in_memory(files, monkeypatch)
     assert [new is old for new, old in zip(again, reversed(pieces))] == [True] * kept + [False] * 2
 
 
-def test_row_major():
-    assert row_major((2, 3, 4)) == (12, 4, 1) and row_major(()) == ()
-
-
 # ---- rules ----------------------------------------------------------------------------------------------------------
-
-
-def test_rules_in_words_and_in_a_file(tmp_path):
-    (tmp_path / "rules.json").write_text(json.dumps({"*.norm.*": "replicated", "*.o.weight": 1}))
-    rules = parse_rules(["*.qkv.weight=0/3", str(tmp_path / "rules.json")])
-    assert rules == (Rule("*.qkv.weight", 0, 3), Rule("*.norm.*", None), Rule("*.o.weight", 1))
-    assert rule_for(rules, "a.o.weight") == rules[2] and rule_for(rules, "a.b") is None
 
 
 @pytest.mark.parametrize("text", ["a", "a=", "=0", "a=-1", "a=0/0", "a=00", "a=1.5", "a=True", "a=0/99999"])

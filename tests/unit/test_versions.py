@@ -82,24 +82,6 @@ def test_the_compile_backend_says_what_it_lacks(installed, changed, said):
         versions.require("compile")
 
 
-@pytest.mark.parametrize(
-    ("second", "wanted"),
-    [
-        (
-            {"onnxruntime_training": "1.19.2"},
-            "pip uninstall -y onnxruntime onnxruntime-training && pip install onnxruntime",
-        ),
-        ({"onnxruntime_gpu": "1.32.0"}, "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu"),
-    ],
-)
-def test_two_wheels_of_one_folder_are_refused_with_the_command_that_cures(installed, second, wanted):
-    installed(all_=PLAIN, **second)
-    with pytest.raises(UnsupportedVersionError, match="are installed over one another") as error:
-        versions.require("compile")
-    assert str(error.value).endswith(f": {wanted}") and "onnxruntime 1.32.0 and" in str(error.value)
-    assert versions.require("zero") == ()  # DeepSpeed itself does not mind
-
-
 def test_ortmodule_beside_plain_onnxruntime_is_told_to_take_that_away_first(installed):
     installed(all_=PLAIN)
     with pytest.raises(UnsupportedVersionError) as error:
