@@ -8,6 +8,7 @@ need in it.
 
 from __future__ import annotations
 
+import csv
 import functools
 import sys
 import sysconfig
@@ -138,12 +139,13 @@ def damage() -> Clash | None:
     with those that pip has noted.
     """
     name = _installed_name("onnxruntime")
-    try:
-        files = (metadata.distribution(name).files or ()) if name is not None else ()
-    except metadata.PackageNotFoundError:
+    if name is None or not _is_installed(name):
         return None
-    paths = {file: Path(str(file.locate())) for file in files if file.size is not None}
-    wrong = [file for file, path in paths.items() if not path.is_file() or path.stat().st_size != file.size]
+    distribution = metadata.distribution(name)
+    # Distribution.files leaves missing files out from Python 3.12 on
+    rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
+    sizes = {Path(str(distribution.locate_file(path))): int(size) for path, _, size in rows if size}
+    wrong = [path for path, size in sizes.items() if not path.is_file() or path.stat().st_size != size]
     if not wrong:
         return None
     version = metadata.version(str(name))
