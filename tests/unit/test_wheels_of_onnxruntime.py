@@ -69,7 +69,8 @@ def site(tmp_path, monkeypatch) -> Site:
     for name in ("ORT_ZERO_DISABLE", "ORT_ZERO_BACKEND", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
         monkeypatch.delenv(name, raising=False)
     loading.load("compile").examine()  # imports what is not in that folder
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    without_packages = [path for path in sys.path if "site-packages" not in path]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *without_packages])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     made = Site(tmp_path)
     for name, version in OTHERS.items():
