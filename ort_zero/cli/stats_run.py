@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,20 +34,26 @@ class Change:
     """False: ``torch.autocast`` does nothing."""
     python: str | None = None
     """Interpreter in place of this one."""
+    ranks: int | None = None
+    """Number of ranks, with the same global batch."""
 
     def __str__(self) -> str:
         parts = [f"{path}={json.dumps(value)}" for path, value in self.config.items()]
         parts += [f"{name}={value}" for name, value in self.environment.items()]
         parts += ["no autocast"] if not self.autocast else []
+        parts += [f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"] if self.ranks else []
         return ", ".join([*parts, *([self.python] if self.python else [])])
 
 
+_RANKS = re.compile(r"(--(?:nproc[_-]per[_-]node|num_gpus|num_accelerators|num_processes)[= ]+)(\d+)")
+"""The option of a launcher with the number of ranks."""
 _WITHOUT_SECTION = {"ort_zero.enabled": False}
 AGAINST = {
     "torch": Change(config=_WITHOUT_SECTION),
     "zero0": Change(config={"zero_optimization.stage": 0}),
     "fp32": Change(config={"bf16.enabled": False, "fp16.enabled": False}, autocast=False),
     "eager": Change(config=_WITHOUT_SECTION, environment={"TORCHDYNAMO_DISABLE": "1"}),
+    "one-rank": Change(ranks=1),
 }
 """The changes with names."""
 
@@ -59,7 +66,7 @@ def add_run(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
     parser.add_argument(
         "--against", choices=tuple(AGAINST),
         help="torch: without the section; zero0: ZeRO-0; fp32: no half precision of DeepSpeed or autocast; eager: "
-        "without the section and torch.compile",
+        "without the section and torch.compile; one-rank: one rank, with the batch of all ranks",
     )  # fmt: skip
     parser.add_argument(
         "--change", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
@@ -69,6 +76,9 @@ def add_run(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         "--env", action="append", default=[], type=_assignment, metavar="NAME=VALUE",
         help="another environment variable (repeatable)",
     )  # fmt: skip
+    parser.add_argument(
+        "--ranks", type=positive, metavar="N", help="another number of ranks, with the same global batch"
+    )
     parser.add_argument("--python", metavar="FILE", help="another interpreter, of an environment that has ort_zero")
     parser.add_argument("--steps", type=positive, default=5, metavar="N", help="collected steps (default: 5)")
     parser.add_argument("--output", default="stats_run", metavar="DIR", help="new or empty folder (default: stats_run)")
@@ -96,9 +106,10 @@ def change_of(args: argparse.Namespace) -> Change:
         environment={**base.environment, **dict(args.env)},
         autocast=base.autocast,
         python=args.python,
+        ranks=args.ranks or base.ranks,
     )
     if change == Change():
-        raise ConfigError("what should the second run change? give --against, --change, --env or --python")
+        raise ConfigError("what should the second run change? give --against, --change, --env, --python or --ranks")
     return change
 
 
@@ -115,8 +126,15 @@ def _run(args: argparse.Namespace) -> int:
 
     output, change = Path(args.output), change_of(args)
     runs = {"a": ("as it is", Change()), "b": (f"with {change}", change)}
+    launchers = {"a": args.launcher, "b": args.launcher}
+    ranks = None
+    if change.ranks:
+        launchers["b"], before = _with_ranks(args.launcher or "", change.ranks)
+        ranks = before, change.ranks
     commands = {
-        name: script_process.command_line(args.script, args.arguments, args.launcher, variant.python or sys.executable)
+        name: script_process.command_line(
+            args.script, args.arguments, launchers[name], variant.python or sys.executable
+        )
         for name, (_, variant) in runs.items()
     }
     if output.exists() and (not output.is_dir() or os.listdir(output)):
@@ -126,7 +144,7 @@ def _run(args: argparse.Namespace) -> int:
     output.mkdir(parents=True, exist_ok=True)
     with script_progress("running", "run", args) as bar:
         for name, (words, variant) in runs.items():
-            _start(commands[name], args, output / name, words, variant)
+            _start(commands[name], args, output / name, words, variant, ranks if variant.ranks else None)
             bar.update()
     comparison = compare(str(output / "a"), str(output / "b"), progress=not args.json)
     if args.html:
@@ -140,7 +158,22 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if comparison.verdict.same else 1
 
 
-def _start(command: list[str], args: argparse.Namespace, folder: Path, words: str, change: Change) -> None:
+def _with_ranks(launcher: str, ranks: int) -> tuple[str, int]:
+    """Return a launcher's words with another number of ranks, and the number in the words.
+
+    Raises:
+        ConfigError: the words do not say how many ranks there are.
+    """
+    found = _RANKS.findall(launcher)
+    if len(found) != 1 or "--nnodes" in launcher:
+        raise ConfigError(
+            f"--launcher {launcher!r} does not say how many ranks of one machine there are: give --nproc_per_node, "
+            "--num_gpus or --num_processes"
+        )
+    return _RANKS.sub(rf"\g<1>{ranks}", launcher), int(found[0][1])
+
+
+def _start(command: list[str], args: argparse.Namespace, folder: Path, words: str, change: Change, ranks: Any) -> None:
     """Run the script once, and keep its statistics and its log.
 
     Raises:
@@ -152,7 +185,7 @@ def _start(command: list[str], args: argparse.Namespace, folder: Path, words: st
         env.STATISTICS,
         {
             "output_dir": str(folder.absolute()), "steps": args.steps, "changes": change.config,
-            "autocast": change.autocast,
+            "autocast": change.autocast, "ranks": ranks,
         },
         environment={"PYTHONHASHSEED": "0", **change.environment},
         log=log,

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ort_zero import env
+from ort_zero.errors import ConfigError
 from ort_zero.utils.atomic_write import write_json
 from ort_zero.utils.patching import Patch, defined_in
+
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
 @functools.cache
@@ -86,7 +89,13 @@ def section_is_off() -> bool:
 
 
 def changed(ds_config: Any) -> Any:
-    """Return a DeepSpeed config with the changes that the command asks for; keys are dotted paths."""
+    """Return a DeepSpeed config with the changes that the command asks for; keys are dotted paths.
+
+    Another number of ranks gets the same global batch.
+
+    Raises:
+        ConfigError: the ranks cannot share the global batch.
+    """
     asked = request()
     if asked is None or not isinstance(ds_config, dict):
         return ds_config
@@ -97,6 +106,12 @@ def changed(ds_config: Any) -> Any:
         for name in above:
             inner = inner.setdefault(name, {})
         inner[key] = value
+    micro = result.get(_MICRO_BATCH)
+    if asked["ranks"] and isinstance(micro, int):
+        before, now = asked["ranks"]
+        if micro * before % now:
+            raise ConfigError(f'"{_MICRO_BATCH}": {micro} on {before} ranks is no whole number on {now} ranks')
+        result[_MICRO_BATCH] = micro * before // now
     return result
 
 

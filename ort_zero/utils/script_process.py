@@ -24,6 +24,8 @@ GRACE_SECONDS = 60.0
 """Time in seconds in which a script may end by itself after its steps are done."""
 _LAST_LINES = 20
 """Number of last lines that are shown of the output of a failed script."""
+_REPORT = "torch/distributed/elastic/"
+"""Part of the first line of torchrun's report on a rank that failed, which hides what the rank printed."""
 _WITHOUT_LAUNCHER = "No module named 'mpi4py'"
 """Where no launcher has set its variables, DeepSpeed asks MPI for ranks."""
 
@@ -45,7 +47,8 @@ def command_line(
 ) -> list[str]:
     """Return the command line that starts a script, behind the words of a launcher such as ``deepspeed --num_gpus 2``.
 
-    A launcher's program is first looked for beside the interpreter `python`.
+    A launcher's program is first looked for beside the interpreter `python`; another interpreter than this one must
+    have it there, since a launcher on PATH would start the ranks with its own.
 
     Raises:
         ConfigError: the script or the launcher's program does not exist, or the launcher is no command line.
@@ -61,10 +64,10 @@ def command_line(
     if not words:
         raise ConfigError("--launcher is empty")
     beside = Path(python).parent / words[0]  # not on PATH where Python is called by its path
-    program = str(beside) if beside.is_file() else shutil.which(words[0])
-    if program is None:
-        raise ConfigError(f"--launcher: there is no program {words[0]!r}")
-    return [program, *words[1:], str(script), *arguments]
+    found = str(beside) if beside.is_file() else shutil.which(words[0]) if python == sys.executable else None
+    if found is None:
+        raise ConfigError(f"--launcher: there is no program {words[0]!r} beside {python}")
+    return [found, *words[1:], str(script), *arguments]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,9 @@ def run_with_request(
                 status = _wait(process, lambda: is_done(_reports_in(folder)))
             finally:
                 _end(process)
-        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        report = next((number for number, line in enumerate(lines) if _REPORT in line and line[0] == "E"), len(lines))
+        tail = lines[:report][-_LAST_LINES:]
         if status and tail and _WITHOUT_LAUNCHER in tail[-1]:
             raise ConfigError(
                 "DeepSpeed found no launcher's variables in the script, and no mpi4py in their place: "

@@ -333,22 +333,46 @@ def test_no_common_step_is_refused():
         compare_runs(a, Run("c", {0: {}}))
 
 
-def test_other_numbers_of_ranks_are_refused():
-    a = train(Layered, rows_of_data, ranks=2)
-    with pytest.raises(StatisticsError, match="run is a run of 2 ranks, run a run of 1: .* the same number of ranks"):
-        compare_runs(a, layered())
+def together(step, rank):
+    """Return the batches of two ranks as one."""
+    return {key: torch.cat([text(step, 0)[key], text(step, 1)[key]]) for key in text(step, 0)}
 
 
-def test_only_common_steps_and_ranks_are_compared():
+def test_one_rank_with_the_batch_of_two_is_the_same():
+    two, one = train(gpt2, text, steps=3, ranks=2), train(gpt2, together, steps=3)
+    comparison = compare_runs(two, one)
+    assert comparison.verdict.same and not comparison.counts, comparison.verdict.text
+    assert comparison.notes == [
+        "the runs have 2 and 1 ranks: parameters, and their gradients averaged over the ranks, are compared"
+    ]
+    alone = train(
+        gpt2, lambda step, rank: {**together(step, rank), "labels": together(step, rank)["labels"] % 7}, steps=3
+    )
+    verdict = compare_runs(two, alone).verdict
+    assert not verdict.same and (verdict.direction, verdict.difference.step) == ("backward", 0)
+
+
+def test_a_gradient_that_one_rank_does_not_share_is_named():
+    def lone(model):
+        model.transformer.h[1].mlp.c_fc.weight.register_hook(lambda gradient: gradient * 1.001)
+
+    verdict = compare_runs(train(gpt2, text, ranks=2), train(gpt2, together, fault=lone)).verdict
+    assert not verdict.same and verdict.module == "transformer.h.1.mlp.c_fc"
+
+
+def test_other_global_batches_are_refused():
+    with pytest.raises(
+        StatisticsError, match=r"step 0, the batches of all ranks .* 576 and 288 elements: .*same global"
+    ):
+        compare_runs(train(gpt2, text, ranks=2), train(gpt2, text))
+
+
+def test_only_common_steps_are_compared():
     a, b = train(Layered, rows_of_data, steps=4, ranks=2), train(Layered, rows_of_data, steps=3, ranks=2)
     del b.steps[0][0]
     comparison = compare_runs(a, b)
     assert comparison.steps == (1, 2) and comparison.verdict.same
     assert comparison.notes == ["steps that only run has are left out: 0, 3"]
-    short = changed(b, steps={0: b.steps[0]}, world_size=2)
-    comparison = compare_runs(a, short)
-    assert comparison.notes[1] == "ranks that only run has are left out: 1"
-    assert {series[0].rank for series in comparison.series} == {0}
 
 
 @pytest.mark.parametrize("rtol", [-1.0, float("nan"), float("inf")])

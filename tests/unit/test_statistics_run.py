@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,7 @@ model = nn.Sequential(nn.Linear(16, 16), Block(), nn.Linear(16, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with torch.no_grad():
     model(torch.zeros(1, 16))
+print(sys.executable)
 for step in range(int(sys.argv[1])):
     with torch.autocast("cpu", torch.bfloat16, "autocast" in sys.argv):
         loss = model(torch.randn(8, 16)).square().mean()
@@ -55,15 +58,25 @@ def test_a_change_that_matters_is_named(script, capsys):
     assert (verdict["module"], verdict["direction"], verdict["difference"]["step"]) == ("1", "forward", 0)
     assert found["steps"] == [0, 1, 2] and found["change"] == "SCALE=1.01"
     for name in "ab":  # the script ends with the last collected step
-        assert (script.parent / f"runs/{name}.log").read_text().splitlines() == ["step 0", "step 1", "step 2"]
+        assert (script.parent / f"runs/{name}.log").read_text().splitlines()[1:] == ["step 0", "step 1", "step 2"]
     assert run(script, "--env", "SCALE=2", "--", "1") == 2
     assert "is not empty" in capsys.readouterr().err
 
 
-def test_runs_that_are_alike_are_the_same(script, capsys):
-    assert run(script, "--env", "SCALE=1.0", "--", "2") == 0
+def test_another_interpreter_that_computes_alike_is_the_same(script, capsys):
+    python = str(Path(sys.executable).with_name(f"python{sys.version_info.major}"))
+    assert run(script, "--python", python, "--", "2") == 0
     text = capsys.readouterr().out
-    assert text.startswith("same") and "b ran with SCALE=1.0:" in text
+    assert text.startswith("same") and f"b ran with {python}:" in text
+    logs = [(script.parent / f"runs/{name}.log").read_text() for name in "ab"]
+    assert sys.executable in logs[0] and python in logs[1] and python not in logs[0].split()
+
+
+def test_a_launcher_of_another_environment_is_refused(script, tmp_path, capsys):
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    assert run(script, "--python", str(python), "--launcher", "torchrun --nproc_per_node 1") == 2
+    assert f"there is no program 'torchrun' beside {python}" in capsys.readouterr().err
 
 
 def test_without_autocast_a_half_precision_run_is_not_the_same(script, capsys):

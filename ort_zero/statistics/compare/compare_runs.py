@@ -22,6 +22,7 @@ from ort_zero.statistics.compare.notes import common_steps, notes_on_reference, 
 from ort_zero.statistics.compare.optimizer_update import find_update_divergence
 from ort_zero.statistics.compare.rank_comparison import RankComparison, StepComparison
 from ort_zero.statistics.compare.side_by_side import side_by_side
+from ort_zero.statistics.compare.whole_batch import whole_batches
 from ort_zero.statistics.reader import Run, open_run
 from ort_zero.statistics.records import Phase
 
@@ -68,11 +69,13 @@ def compare_runs(
         notes += notes_on_reference(a, reference, steps)
         runs.append(reference)
     tolerance = None if rtol == "auto" else float(rtol)
-    numbers = sorted(set(a.ranks) & set(b.ranks))
+    together = a.info.world_size != b.info.world_size
+    numbers = (0,) if together else a.ranks
     ranks = [RankComparison(number, a.info.dtype != b.info.dtype, tolerance) for number in numbers]
     result = _Result(tolerance, steps)
-    for tables in side_by_side(runs, numbers, steps, progress):
-        result.add([rank.compare(*of_rank) for rank, of_rank in zip(ranks, tables)], ranks)
+    for of_runs in side_by_side(runs, steps, progress):
+        tables = whole_batches(of_runs) if together else of_runs
+        result.add([rank.compare(*of_rank) for rank, of_rank in zip(ranks, zip(*tables))], ranks)
     return result.comparison(a, b, str(rtol), notes)
 
 

@@ -26,6 +26,8 @@ _LARGEST_NORM = 1e30
 _LARGEST_OFFSET = 1e3
 CANCELLATION = 8.0
 """Factor by which a linear layer with small weights makes values smaller without any cancellation."""
+_SHARE_OF_TERMS = 0.01
+"""Size of the terms of a gradient's sum, as a share of the norm of all gradients, where the terms are not recorded."""
 _SOME_ZEROS = 0.005
 """Share of zeros in a gradient from which a ReLU or maximum is assumed in the module."""
 
@@ -154,7 +156,11 @@ class _Step:
         owners = dataflow.owners_of_gradients()
         terms = np.maximum(summed[owners.frame], plain[owners.frame] * value[owners.frame])
         np.maximum.at(self.condition, owners.pair, _ratio(terms, self.norm[owners.pair]))
-        self.amplification[pairs.phase == Phase.PARAMETER_GRADIENT] = PARAMETER_GRADIENT
+        gradients = pairs.phase == Phase.PARAMETER_GRADIENT
+        self.amplification[gradients] = PARAMETER_GRADIENT
+        if not (pairs.phase == Phase.FORWARD).any():
+            terms = np.full(len(pairs), _SHARE_OF_TERMS * np.linalg.norm(self.norm[gradients]))
+            self.condition[gradients] = _ratio(terms, self.norm)[gradients]
 
     def jumps(self) -> np.ndarray:
         """Return True for gradients that may jump when an input changes slightly: of ReLU at 0, of a maximum."""

@@ -18,18 +18,13 @@ def common_steps(a: Run, b: Run) -> tuple[int, ...]:
     """Return the steps that both runs have.
 
     Raises:
-        StatisticsError: the runs have different models or numbers of ranks, or no rank or step in common.
+        StatisticsError: the runs have different models, or no step in common.
     """
     one, two = a.info, b.info
     if a.model_digest != b.model_digest:
         raise StatisticsError(
             f"{one.path} and {two.path} are runs of different models: {_model_difference(a, b)}; collect both with one "
             "model"
-        )
-    if one.world_size != two.world_size:
-        raise StatisticsError(
-            f"{one.path} is a run of {one.world_size} ranks, {two.path} a run of {two.world_size}: each rank gets "
-            "different data, collect both runs with the same number of ranks"
         )
     for info in (one, two):
         if not info.steps:
@@ -55,12 +50,16 @@ def _model_difference(a: Run, b: Run) -> str:
 
 
 def notes_on_runs(a: Run, b: Run, steps: Sequence[int]) -> list[str]:
-    """Return notes on steps and ranks that only one run has, and on different dtypes."""
+    """Return notes on steps that only one run has, and on different numbers of ranks and dtypes."""
     notes = []
-    for run, other in ((a, b), (b, a)):
-        for what, rest in (("steps", set(run.info.steps) - set(steps)), ("ranks", set(run.ranks) - set(other.ranks))):
-            if rest:
-                notes.append(f"{what} that only {run.info.path} has are left out: {number_list(sorted(rest))}")
+    for run in (a, b):
+        if rest := set(run.info.steps) - set(steps):
+            notes.append(f"steps that only {run.info.path} has are left out: {number_list(sorted(rest))}")
+    if a.info.world_size != b.info.world_size:
+        notes.append(
+            f"the runs have {a.info.world_size} and {b.info.world_size} ranks: parameters, and their gradients "
+            "averaged over the ranks, are compared"
+        )
     if a.info.dtype != b.info.dtype:
         notes.append(f"the runs have dtypes {a.info.dtype} and {b.info.dtype}: tolerances follow the coarser dtype")
     return notes

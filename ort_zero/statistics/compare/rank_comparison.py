@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ort_zero.statistics.compare.align import PairedTables, Pairs, pair
-from ort_zero.statistics.compare.conditions import conditions_of
+from ort_zero.statistics.compare.conditions import COMPOUND, conditions_of
 from ort_zero.statistics.compare.dataflow import Dataflow, dataflow_of, inherited_errors
 from ort_zero.statistics.compare.distance import SAME, Distances, distances
 from ort_zero.statistics.compare.error_growth import ErrorGrowth, PreviousStep, error_growth, remember
@@ -130,6 +130,8 @@ class RankComparison:
         growth = error_growth(dataflow, tables, step_distances, self.previous)
         errors = np.maximum(step_distances.error, spread)
         inherited = inherited_errors(dataflow, errors, step_distances.kind != SAME, growth.of_frames)
+        if not (pairs.phase == Phase.FORWARD).any():  # ranks together: gradients have errors of parameters alone
+            inherited = np.where(pairs.phase == Phase.PARAMETER_GRADIENT, COMPOUND * growth.total, inherited)
         conditions = conditions_of(dataflow, structure.limits, tables, parameters_differ=growth.total > APART)
         floor = np.maximum(floor_of(structure.limits), noise)
         tolerance = np.maximum(conditions.tolerance(floor, inherited), noise)

@@ -13,16 +13,13 @@ from ort_zero.statistics.rows import COLUMNS, SKETCH_COLUMNS, WIDTH, merge
 from ort_zero.utils.progress import bar
 
 
-def side_by_side(
-    runs: Sequence[Run], ranks: Sequence[int], steps: Sequence[int], progress: bool
-) -> Iterator[list[list[Table]]]:
-    """Yield for each step a list of tables per rank: one per run that has the step on all ranks."""
-    streams = [[_wanted_tables(run, rank, steps) for run in runs] for rank in ranks]
+def side_by_side(runs: Sequence[Run], steps: Sequence[int], progress: bool) -> Iterator[list[list[Table]]]:
+    """Yield for each step a list of the tables of all ranks for each run that has the step."""
+    streams = [[_wanted_tables(run, rank, steps) for rank in run.ranks] for run in runs]
     with bar(len(steps), "comparing", "step", shown=progress) as shown:
         for step in steps:
-            having = [number for number, run in enumerate(runs) if step in run.info.steps]
-            gathered = [_gathered([next(of_rank[number]) for of_rank in streams]) for number in having]
-            yield [list(of_rank) for of_rank in zip(*gathered)]
+            having = [of_ranks for run, of_ranks in zip(runs, streams) if step in run.info.steps]
+            yield [_gathered([next(tables) for tables in of_ranks]) for of_ranks in having]
             shown.update()
 
 

@@ -1,0 +1,120 @@
+"""Every change that ``ort-zero stats run`` offers, by real launchers and real engines of an unchanged script."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from deepspeed_setup import ds_config
+
+from ort_zero.cli import main as cli
+
+SCRIPT = """
+import json, os, sys
+import deepspeed
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(32, 4)
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).float(), y)
+
+deepspeed.init_distributed("gloo", verbose=False)
+data = [(torch.randn(32), torch.tensor(number % 4)) for number in range(256)]
+model = Model()
+engine, _, loader, _ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=sys.argv[-1], training_data=data
+)
+dtype = engine.module.head.weight.dtype
+
+def eager():
+    graphs = []
+    torch.compile(lambda x: x + 1, backend=lambda graph, _: graphs.append(graph) or graph.forward)(torch.ones(1))
+    return not graphs
+
+told = dict(stage=engine.zero_optimization_stage(), dtype=str(dtype), ranks=torch.distributed.get_world_size(),
+            eager=eager(), batch=engine.train_batch_size())
+print("told", json.dumps(told), flush=True)
+for x, y in loader:
+    engine.backward(engine(x.to(dtype), y))
+    engine.step()
+"""
+TORCHRUN = "torchrun --nproc_per_node"
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """Return a function that runs the script twice: exit status, the comparison, what each run told of itself."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def start(*words: str, ranks: int = 1, launcher: str = TORCHRUN, stage: int = 2, **more):
+        config = {**ds_config(stage, ort=True), **more}
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        options = ["--launcher", f"{launcher} {ranks}", "--steps", "3", "--output", str(tmp_path / "runs"), *words]
+        status = cli.main(["stats", "run", "--json", *options, str(script), "--", str(tmp_path / "ds.json")])
+        out, errors = capsys.readouterr()
+        if status == 2:
+            return errors
+        logs = [(tmp_path / f"runs/{name}.log").read_text() for name in "ab"]
+        told = [json.loads(log.partition("told ")[2].splitlines()[0]) for log in logs]
+        return status, json.loads(out), *told
+
+    return start
+
+
+def test_against_zero0(run):
+    status, found, a, b = run("--against", "zero0", ranks=2)
+    assert status == 0 and found["same"] and found["records"] > 100, found["verdict"]
+    assert (a["stage"], b["stage"], a["ranks"], b["ranks"]) == (2, 0, 2, 2)
+    assert {found[run]["backend"] for run in "ab"} == {"onnxruntime"}
+
+
+def test_against_torch_with_another_learning_rate(run):
+    status, found, _, b = run("--against", "torch", "--change", "optimizer.params.lr=0.1")
+    assert status == 1 and [found[run]["backend"] for run in "ab"] == ["onnxruntime", "torch"]
+    assert (found["verdict"]["direction"], found["verdict"]["difference"]["step"]) == ("update", 1)
+    assert not b["eager"]
+
+
+def test_against_eager_by_the_launcher_of_deepspeed(run):
+    status, found, a, b = run("--against", "eager", launcher="deepspeed --num_accelerators", ranks=1)
+    assert status == 0 and [found[run]["backend"] for run in "ab"] == ["onnxruntime", "torch"]
+    assert (a["eager"], b["eager"]) == (False, True)
+
+
+def test_against_fp32(run):
+    status, found, a, b = run("--against", "fp32", bf16={"enabled": True}, stage=1)
+    assert status == 0 and (a["dtype"], b["dtype"]) == ("torch.bfloat16", "torch.float32"), found["verdict"]
+    assert any("dtypes bfloat16 and float32" in note for note in found["notes"])
+
+
+def test_against_one_rank(run):
+    status, found, a, b = run("--against", "one-rank", ranks=2)
+    assert status == 0 and found["same"] and found["records"] >= 84, found["verdict"]
+    assert (a["ranks"], b["ranks"], a["batch"], b["batch"]) == (2, 1, 8, 8)
+
+
+def test_the_run_that_fails_is_named_with_what_the_rank_printed(run):
+    *lines, last = run("--change", "zero_optimization.stage=9").splitlines()
+    assert "run with zero_optimization.stage=9, ended with status 1" in last and "b.log" in last
+    assert any("Input should be 0, 1, 2" in line for line in lines[-5:]), lines
+
+
+def test_ranks_without_a_launcher_that_counts_are_refused(run):
+    assert "does not say how many ranks" in run("--ranks", "1", launcher="torchrun --nnodes 2 --nproc_per_node")
