@@ -47,11 +47,14 @@ SECTIONS: dict[str, dict[str, Any] | None] = {
     "segments": {"backend": "compile"},
     "segments, all in ort": {"backend": "compile", "compile": {"place": "ort"}},
     "segments, 55 %": {"backend": "compile", "memory": {"recompute": "auto", "budget": "55%"}},
+    "segments, inductor": {"backend": "compile", "compile": {"runners": ["inductor", "torch"]}},
+    "segments, three": {"backend": "compile", "compile": {"runners": ["ort", "inductor", "torch"]}},
     "ortmodule": {"backend": "ortmodule"},
 }
 """The section "ort_zero" of each variant: eager PyTorch, alone and with the measures that need no ONNX Runtime;
 torch.compile by Inductor; the compile backend with measured placement, with all in ONNX Runtime, and with a memory
-budget; onnxruntime-training (in its own environment)."""
+budget, with units by Inductor or PyTorch, and with the fastest of three; onnxruntime-training (in its own
+environment)."""
 DEFAULT = ("torch", "torch, cpu_memory", "compile", "segments")
 _SETTLING = 400
 """Most steps for which a backend may go on deciding where segments and units run."""
@@ -131,6 +134,7 @@ class Variant:
         assert status["fallbacks"] == 0 and status["graph_runs"]["backward"], status
         compiled = status["compiled"]
         did = f"{len(status['units'])} units, {100 * compiled['flop_share']:.0f} % of operations in ONNX Runtime"
+        did += f", { ({name: found['units'] for name, found in status['runners'].items()}) }"
         did += f", {'' if compiled['settled'] else 'not '}settled after {self.settled_after} steps"
         if status["memory"] and (memory := status["memory"][0])["budget"]:
             did += f", {100 * memory['kept'] / memory['kept_without']:.0f} % kept for the backward"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from ort_zero.errors import ConfigError
 
@@ -26,6 +26,9 @@ class CompileConfig(_Strict):
     """Compare each segment with PyTorch at its first run and at samples of later runs, at every run, or never."""
     place: Literal["measured", "ort"] = "measured"
     """"measured": the faster of ONNX Runtime and PyTorch runs a segment. "ort": ONNX Runtime runs all that it can."""
+    runners: list[Literal["ort", "inductor", "torch"]] | None = Field(default=None, min_length=1)
+    """What may run the units: the fastest of the list runs each unit whole. None: ["ort", "torch"] on CPUs, ["ort",
+    "inductor", "torch"] on GPUs. Inductor needs a C++ compiler on a CPU and Triton on a GPU."""
     fuse_loss: Literal["auto", "on", "off"] = "auto"
     """"on": heads of 4,096 classes or more and their cross entropy are computed together, chunk by chunk.
     "auto": on CPUs; on GPUs that saves memory and takes more time."""
@@ -33,6 +36,15 @@ class CompileConfig(_Strict):
     """Maximum number of parameter elements that are gathered together; larger blocks are divided. None: no limit."""
     reproducers: str | None = None
     """Folder for reproducers of segments that fail or differ; None is ``ort_zero_reproducers``."""
+
+    @field_validator("runners")
+    @classmethod
+    def _check_runners(cls, value: list[str] | None, info: ValidationInfo) -> list[str] | None:
+        if value is not None and not {"ort", "inductor"} & set(value):
+            raise ValueError('must have "ort" or "inductor"; PyTorch runs the model with "backend": "torch"')
+        if value is not None and info.data.get("place") == "ort" and "ort" not in value:
+            raise ValueError('must have "ort", since "place" is "ort"')
+        return value
 
 
 class OrtModuleConfig(_Strict):

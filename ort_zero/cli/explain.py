@@ -45,6 +45,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _runners_of(found: dict[str, Any]) -> list[str]:
+    """Return in words which runners run the units of a class, where units were timed, and the times."""
+    if not found["ms"]:
+        return []
+    units = ", ".join(f"{count} by {runner}" for runner, count in found["units"].items())
+    times = ", ".join(f"{runner} {value:.2f} ms" for runner, value in sorted(found["ms"].items(), key=lambda x: x[1]))
+    return [f"run {units}; a forward and a backward take: {times}"]
+
+
 def lines_of(report: dict[str, Any]) -> list[str]:
     """Return an explanation as lines of text."""
     share = report["flop_share"]
@@ -53,11 +62,15 @@ def lines_of(report: dict[str, Any]) -> list[str]:
     lines = [f"{report['model']}: {operations}{state} after {report['steps']} steps"]
     for name, unit in report["units"].items():
         lines.append(f"{name} ({report['modules'].get(name, 0)} modules)")
+        lines += [f"  {line}" for line in _runners_of(report["runners"].get(name, {"units": {}, "ms": {}}))]
         if name in report["units_in_torch"]:
             lines.append(f"  PyTorch runs it whole: {report['units_in_torch'][name]}")
             continue
         for graph in unit["graphs"]:
             segments = graph["segments"]
+            if [segment["runner"] for segment in segments] == ["inductor"]:
+                lines.append(f"  {graph['direction']}: compiled by Inductor ({segments[0]['nodes']} nodes)")
+                continue
             in_ort = [segment for segment in segments if segment["runner"] == "onnxruntime"]
             lines.append(
                 f"  {graph['direction']}: {len(in_ort)} of {len(segments)} segments in ONNX Runtime "

@@ -29,7 +29,7 @@ def ort_zero(
 
     settings = from_options(options)
     _, running = _compiled_by_script()
-    compiler = running.engine.compiler()
+    compiler = running.engine.compiler(runner=settings.first_runner)
     compiler.settings = settings
     return compiler(module, example_inputs)
 

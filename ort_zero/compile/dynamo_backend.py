@@ -6,6 +6,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,17 @@ _TRACED_OTHERWISE = frozenset({"hardshrink", "prod"})
 on the number of zeros, the gradient of ``hardshrink`` on the place of NaN."""
 
 
+@dataclass(slots=True)
+class GraphHalves:
+    """What the compilations of the forward and the backward of one graph share."""
+
+    kept: Kept | None = None
+    returned: int | None = None
+    """Number of results for the user, the first ones of the forward; None for all."""
+    trial: Trial | None = None
+    """The trial of the whole forward, where Inductor runs it."""
+
+
 class Compiler:
     """Compiles the graphs of one class of units; Dynamo calls it once for each graph.
 
@@ -50,6 +62,9 @@ class Compiler:
         unit: name of the compiled module's class; empty for a function that the script compiles itself.
         exclude: paths of submodules, from the compiled module on, that stay in PyTorch.
     """
+
+    keeps_all = True
+    """Whether forwards keep all that backwards read, as in eager PyTorch: little of it is computed again for less."""
 
     def __init__(self, engine: Any, unit: str, exclude: tuple[str, ...]):
         self.engine, self.settings = engine, engine.settings
@@ -83,23 +98,27 @@ class Compiler:
 
     def _through_aot(self, module: GraphModule, example_inputs: Sequence[Any], reason: str | None) -> Compiled:
         """Compile a graph of Dynamo, or a part of one, by AOTAutograd's graphs of its forward and its backward."""
-        kept = self.engine.memory.new_graph(self._unit)
-        returned: list[int] = []
+        halves = GraphHalves(self.engine.memory.new_graph(self._unit))
 
         def divide(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
-            returned.append(options["num_fwd_outputs"])
-            return self.engine.memory.divide(kept, joint, inputs, **options)
+            halves.returned = options["num_fwd_outputs"]
+            return self.engine.memory.divide(halves.kept, joint, inputs, keeps_all=self.keeps_all, **options)
 
         compiler = torch_compile.aot_autograd(
-            fw_compiler=lambda graph, inputs: self._compile(graph, "forward", reason, kept, returned[-1]),
-            bw_compiler=lambda graph, inputs: self._compile(graph, "backward", returned=0),
-            inference_compiler=lambda graph, inputs: self._compile(graph, "inference", reason),
-            decompositions=decompositions(),
+            fw_compiler=lambda graph, inputs: self._compile(graph, inputs, "forward", halves, reason),
+            bw_compiler=lambda graph, inputs: self._compile(graph, inputs, "backward", halves),
+            inference_compiler=lambda graph, inputs: self._compile(graph, inputs, "inference", GraphHalves(), reason),
+            decompositions=self.decompositions,
             partition_fn=divide,
         )
         compiled = compiler(module, example_inputs)
         weakref.finalize(compiled, list(self._products.values()).clear)  # holds them as long as the graph lives
         return _with_gradients_of_pytorch(compiled, self.engine)
+
+    @property
+    def decompositions(self) -> dict[Any, Callable[..., Any]]:
+        """The operators that are written by others before they are converted."""
+        return decompositions()
 
     def forward_of(self, unit: nn.Module, compiled: Compiled) -> Compiled:
         """Return the compiled forward of a unit; of a head, one that leaves the logits to the loss."""
@@ -127,24 +146,22 @@ class Compiler:
 
     def _product(self, function: Product, *shapes: Sequence[int | None]) -> Product:
         """Return a compiled function of float32 tensors of these shapes; None is the number of rows."""
-        program = self._compile(torch_compile.graph_of(function, shapes, decompositions()), "loss")
+        graph = torch_compile.graph_of(function, shapes, self.decompositions)
+        program = self._compile(graph, (), "loss", GraphHalves())
         return lambda *tensors: program([tensor for tensor in tensors if tensor is not None])[0]
 
     def _compile(
-        self,
-        module: GraphModule,
-        direction: str,
-        reason: str | None = None,
-        kept: Kept | None = None,
-        returned: int | None = None,
+        self, module: GraphModule, inputs: Sequence[Any], direction: str, halves: GraphHalves, reason: str | None = None
     ) -> Compiled:
-        """Compile a graph for one direction; `returned` is the number of results for the user, None for all."""
-        _prepare(module, direction)
+        """Compile a graph for one direction; `inputs` are fake tensors with the strides that the graph will get."""
+        prepare(module, direction)
         symbols = SizeReader([node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")])
         plan, runners = self._planned(module, _device_of(module), symbols)
         graph = graph_record(plan, runners, direction, self._unit, reason)
         self.engine.add(graph)
         log.get_logger().log(log.DEVINFO, "%s, graph %d, %s", self._unit, self.recompilations.graphs, graph.text())
+        returned = 0 if direction == "backward" else halves.returned
+        kept = halves.kept if direction == "forward" else None
         return self._counted(program_of(module, plan, runners, symbols, returned), direction, kept)
 
     def _planned(
@@ -192,7 +209,7 @@ class Compiler:
         session = sessions.session_of(assembled.model, device)
         trial = _trials.setdefault(
             (session.key, self.settings.verify, self.settings.place),
-            Trial(session.key, self.settings.verify, self.settings.place, clock_of(device)),
+            Trial(session.key, self.settings.verify, self.settings.place, clock=clock_of(device)),
         )
         if self.settings.save_onnx is not None and env.rank() == 0:
             folder = Path(self.settings.save_onnx)
@@ -231,7 +248,7 @@ def _with_gradients_of_pytorch(compiled: Compiled, engine: Any) -> Compiled:
     return run
 
 
-def _prepare(module: GraphModule, direction: str) -> None:
+def prepare(module: GraphModule, direction: str) -> None:
     """Simplify a graph of AOTAutograd, and note what torch leaves out."""
     if direction == "forward":
         torch_compile.allow_second_backwards()

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ort_zero import log
+from ort_zero.compat import inductor
 from ort_zero.compat.compiled_backward import GRAPH_NODE
+from ort_zero.compat.torch_modules import parameters_of
 from ort_zero.compile import sessions
 from ort_zero.compile.deferred_logits import is_head
 from ort_zero.compile.dynamo_backend import Compiler
+from ort_zero.compile.inductor import InductorCompiler
 from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.records import GraphRecord, SegmentRecord
 from ort_zero.compile.settings import Settings
 from ort_zero.units.engine import Engine
+from ort_zero.units.placement.agreement import Runner
 
 _LITTLE = 0.5
 """Share of a model's floating-point operations in ONNX Runtime below which a warning says so."""
@@ -38,12 +43,22 @@ class CompileEngine(Engine[GraphRecord]):
         self.settings = settings
         self.memory = memory or MemoryBudget()
         self.compiles_evaluations = settings.place == "ort"
+        self.first_runner = settings.first_runner
         self.losses = 0
         """Number of losses that were computed without all logits, outside of graphs."""
 
-    def compiler(self, unit_class: str = "", exclude: tuple[str, ...] = ()) -> Compiler:
+    def compiler(self, unit_class: str = "", exclude: tuple[str, ...] = (), runner: Runner | None = None) -> Compiler:
         """Return a new compiler for a class of units, or for a function that the script compiles itself."""
-        return Compiler(self, unit_class, exclude)
+        kind = InductorCompiler if (runner or self.first_runner) is Runner.INDUCTOR else Compiler
+        return kind(self, unit_class, exclude)
+
+    def runners_on(self, device: torch.device) -> Sequence[Runner]:
+        """Return the runners of the section; Inductor only where it finds what it needs, or where no other compiles."""
+        runners = self.settings.runners_on(device)
+        if Runner.INDUCTOR in runners[1:] and (reason := inductor.unavailable(device.type)):
+            self.say_left_out(Runner.INDUCTOR, "units", reason)
+            runners.remove(Runner.INDUCTOR)
+        return runners
 
     def note_loss(self) -> None:
         """Count a loss that was computed without all logits."""
@@ -55,27 +70,44 @@ class CompileEngine(Engine[GraphRecord]):
         return None if is_head(unit) else self.placed_segments(unit_class)
 
     def placed_segments(self, unit_class: str) -> list[str] | None:
-        """Return the keys of the placed segments of a class of units; None if its units may not go back to PyTorch.
+        """Return the keys of the placed segments of a class of units; None if its units may not be timed.
 
         They may not while segments are to be timed, or if segments never are. With recomputation they never may, since
         PyTorch's own forward keeps all for its backward.
         """
         trials = [segment.trial for graph in self._graphs_to_place(unit_class) for segment in graph.segments]
-        are_placed = all(trial.runner is not None and trial.place == "measured" for trial in trials)
-        if not self._graphs_to_place(unit_class) or not are_placed or self.memory.recompute != "off":
+        are_placed = all(trial.runner is not None for trial in trials)
+        if not self._graphs_to_place(unit_class) or not are_placed or not self._times_units:
             return None
         return [trial.key for trial in trials]
 
+    @property
+    def _times_units(self) -> bool:
+        several = self.settings.runners is None or len(set(self.settings.runners)) > 1
+        return several and self.settings.place == "measured" and self.memory.recompute == "off"
+
     def goes_to_torch(self, unit: nn.Module, unit_class: str) -> bool:
-        """Return True if ONNX Runtime runs or saves too little of a unit; once True, the answer stays True."""
+        """Return True if nothing that compiles can win a unit; once True, the answer stays True."""
         if is_head(unit):
             return False
-        reason = self._why_in_torch(unit_class)
-        if reason is not None:
-            self.leave_to_torch(unit_class, reason)
+        lost = self.lost(unit_class)
+        device = next((parameter.device for parameter in parameters_of(unit)), torch.device("cpu"))
+        if lost and not set(self.runners_on(device)) - lost.keys() - {Runner.TORCH}:
+            self.leave_to(Runner.TORCH, unit_class, next(iter(lost.values())))
         return unit_class in self.units_in_torch
 
-    def _why_in_torch(self, unit_class: str) -> str | None:
+    def lost(self, unit_class: str) -> Mapping[Runner, str]:
+        """Return ONNX Runtime if it runs or saves too little, and Inductor if a graph of it has failed."""
+        lost: dict[Runner, str] = {}
+        if self.first_runner is Runner.ONNXRUNTIME and (reason := self._why_not_in_ort(unit_class)):
+            lost[Runner.ONNXRUNTIME] = reason
+        by_inductor = (graph for graph in self.graphs_of(unit_class) if graph.runner is Runner.INDUCTOR)
+        for segment in (segment for graph in by_inductor for segment in graph.segments):
+            if segment.trial.failed:
+                lost[Runner.INDUCTOR] = segment.trial.reason
+        return lost
+
+    def _why_not_in_ort(self, unit_class: str) -> str | None:
         """Return why ONNX Runtime does or saves too little of a class of units; None if not, or not placed yet."""
         if self.placed_segments(unit_class) is None:
             return None
@@ -91,7 +123,12 @@ class CompileEngine(Engine[GraphRecord]):
         return None
 
     def _graphs_to_place(self, unit_class: str) -> list[GraphRecord]:
-        return [graph for graph in self.graphs_of(unit_class) if graph.direction != "loss"]
+        return [graph for graph in self._first_graphs() if graph.unit == unit_class and graph.direction != "loss"]
+
+    def _first_graphs(self) -> list[GraphRecord]:
+        """Return the graphs in which units run before they are timed, and the products of heads."""
+        first = self.first_runner
+        return [graph for graph in self.graphs if graph.runner is first or graph.direction == "loss"]
 
     def after_first_step(self, module: str) -> bool:
         """Choose what forwards keep, and warn if ONNX Runtime runs little of the model."""
@@ -114,43 +151,56 @@ class CompileEngine(Engine[GraphRecord]):
 
     def flop_share(self) -> float | None:
         """Return the share of floating-point operations that ONNX Runtime runs, of one run of each graph."""
-        total = sum(graph.flops for graph in self.graphs)
+        total = sum(graph.flops for graph in self._first_graphs())
         return sum(segment.flops for segment in self._segments_in_ort()) / total if total else None
 
     def _segments_in_ort(self) -> list[SegmentRecord]:
-        running = (g for g in self.graphs if g.direction == "loss" or g.unit not in self.units_in_torch)
+        elsewhere = self.units_in_torch.keys() | self.units_in_inductor
+        running = (graph for graph in self.graphs if graph.direction == "loss" or graph.unit not in elsewhere)
         return [segment for graph in running for segment in graph.segments if segment.in_ort]
 
     def is_settled(self, units_are_settled: bool) -> bool:
         """Return True once each segment, and each unit that is timed, has the runtime that runs it from now on."""
-        trials = [segment.trial for graph in self.graphs for segment in graph.segments]
+        trials = [segment.trial for graph in self._first_graphs() for segment in graph.segments]
         is_placed = bool(self.graphs) and all(trial.runner is not None for trial in trials)
         if self.is_stale or self.memory.is_open:
             return False
-        times_units = self.settings.place == "measured" and self.memory.recompute == "off"
-        return is_placed and (units_are_settled or not times_units)
+        return is_placed and (units_are_settled or not self._times_units)
 
     def status(self, units_are_settled: bool) -> dict[str, Any]:
         """Return the engine's own keys of the model's entry in ``ort_zero.status()``."""
         compiled = self.as_dict()
-        in_ort = compiled["segments"] - compiled["segments_in_torch"]
         return {
-            "backend": "onnxruntime" if in_ort else "torch" if self.graphs else "not called yet",
+            "backend": self._main_runner(),
             "sessions": sessions.count(),
             "in_torch": compiled.pop("reasons"),
             "compiled": {**compiled, "settled": self.is_settled(units_are_settled)},
             "memory": [self.memory.as_dict()],
         }
 
+    def _main_runner(self) -> str:
+        """Return what runs parts of the model: the first one of ONNX Runtime, Inductor and PyTorch that does."""
+        if not self.graphs:
+            return "not called yet"
+        if self._segments_in_ort():
+            return Runner.ONNXRUNTIME.value
+        of_first = (graph for graph in self._first_graphs() if graph.unit not in self.units_in_torch)
+        by_first = any(segment.trial.runner is Runner.INDUCTOR for graph in of_first for segment in graph.segments)
+        return (Runner.INDUCTOR if by_first or self.units_in_inductor else Runner.TORCH).value
+
     def as_dict(self) -> dict[str, Any]:
         """Return the record as plain values."""
+        first = [(graph, segment) for graph in self._first_graphs() for segment in graph.segments]
+        left = [g.direction != "loss" and g.unit in self.units_in_torch for g, _ in first]
         segments = [segment for graph in self.graphs for segment in graph.segments]
         trials = {id(segment.trial): segment.trial for segment in segments}.values()
         return {
             **self.figures(),
             "losses_in_chunks": self.losses,
-            "segments": len(segments),
-            "segments_in_torch": len(segments) - len(self._segments_in_ort()),
+            "segments": len(first),
+            "segments_in_torch": sum(
+                is_left or segment.trial.runner is Runner.TORCH for is_left, (_, segment) in zip(left, first)
+            ),
             "runs": sum(trial.runs for trial in trials),
             "checked_runs": sum(trial.checks for trial in trials),
             "check_seconds": sum(trial.check_seconds for trial in trials),

@@ -56,7 +56,13 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def partition(
-    joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, fraction: float = 1.0, **rest: Any
+    joint: GraphModule,
+    inputs: Any,
+    *,
+    num_fwd_outputs: int,
+    fraction: float = 1.0,
+    keeps_all: bool = True,
+    **rest: Any,
 ) -> tuple[GraphModule, GraphModule]:
     """Divide a joint graph into forward and backward.
 
@@ -65,14 +71,15 @@ def partition(
 
     Args:
         fraction: what is kept, above 0 and up to 1. Near 0 it is the inputs and random numbers; with 1 the backward
-            computes nothing again but views and constants, as in eager PyTorch.
+            computes nothing again but views and constants, as in eager PyTorch, if it `keeps_all`.
+        keeps_all: False computes again what costs less than to keep it, as Inductor does within its loops.
     """
     for passes in observing.passes:
         passes.remove_pass_throughs(joint.graph)
     _keep_what_is_compared(joint, num_fwd_outputs)
     for node in joint.graph.nodes:
         # drawn a second time, random numbers would differ
-        must_stay = is_ordered(node) if fraction < 1 else not _is_free(node)
+        must_stay = is_ordered(node) if fraction < 1 or not keeps_all else not _is_free(node)
         if node.op == "call_function" and "recompute" not in node.meta and must_stay:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     with partitioner_options(fraction, _has_equal_calls(joint)):

@@ -29,13 +29,15 @@ class SegmentRecord:
     @property
     def in_ort(self) -> bool:
         """Whether ONNX Runtime runs the segment."""
-        return self.trial.runner is not Runner.TORCH
+        return self.trial.candidate is Runner.ONNXRUNTIME and self.trial.runner is not Runner.TORCH
 
 
 @dataclass(slots=True)
 class GraphRecord(UnitGraph):
     """One compiled graph; one of the direction ``loss`` is a product of a head and its loss in chunks."""
 
+    runner: Runner
+    """What the graph is compiled for: ``ONNXRUNTIME`` in segments, ``INDUCTOR`` as one segment."""
     segments: list[SegmentRecord]
     in_torch: Counter[str]
     """The operators that PyTorch runs between the segments, with their numbers."""
@@ -54,7 +56,7 @@ class GraphRecord(UnitGraph):
             {
                 "nodes": segment.nodes,
                 "flops": segment.flops,
-                "runner": "onnxruntime" if segment.in_ort else "torch",
+                "runner": (segment.trial.runner or segment.trial.candidate).value,
                 "reason": segment.trial.reason,
             }
             for segment in self.segments
@@ -81,6 +83,7 @@ def graph_record(
         direction=direction,
         unit=unit,
         recompile_reason=recompile_reason,
+        runner=Runner.ONNXRUNTIME,
         segments=[
             SegmentRecord(runner.trial, len(runner.segment.nodes), sum(map(flops_of, runner.segment.nodes)))
             for runner in runners

@@ -6,10 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
 from ort_zero import config
 from ort_zero.errors import ConfigError
+from ort_zero.units.placement.agreement import Runner
+
+_RUNNERS = {"ort": Runner.ONNXRUNTIME, "inductor": Runner.INDUCTOR, "torch": Runner.TORCH}
+"""The runners by their names in the section, in the order in which they are tried."""
 
 
 class Settings(config.CompileConfig):
@@ -17,6 +22,16 @@ class Settings(config.CompileConfig):
 
     save_onnx: str | None = None
     """Folder into which rank 0 writes the model of each segment; None writes none."""
+
+    def runners_on(self, device: torch.device) -> list[Runner]:
+        """Return what may run units on a device; they run in the first one until they are timed."""
+        names: Sequence[str] = self.runners or (["ort", "torch"] if device.type == "cpu" else [*_RUNNERS])
+        return [runner for name, runner in _RUNNERS.items() if name in names]
+
+    @property
+    def first_runner(self) -> Runner:
+        """What compiles units before they are timed, on any device."""
+        return self.runners_on(torch.device("cpu"))[0]
 
     @property
     def loss_devices(self) -> Sequence[str]:

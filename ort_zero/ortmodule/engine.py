@@ -14,6 +14,7 @@ from ort_zero.ortmodule.memory import Recomputation
 from ort_zero.ortmodule.records import OrtGraphRecord
 from ort_zero.ortmodule.settings import Settings
 from ort_zero.units.engine import Engine
+from ort_zero.units.placement.agreement import Runner
 from ort_zero.utils.sizes import binary_size
 
 
@@ -33,7 +34,7 @@ class OrtEngine(Engine[OrtGraphRecord]):
         super().__init__()
         self.settings = settings
 
-    def compiler(self, unit_class: str, exclude: tuple[str, ...]) -> OrtGraphCompiler:
+    def compiler(self, unit_class: str, exclude: tuple[str, ...], runner: Runner | None = None) -> OrtGraphCompiler:
         """Return a new compiler for a class of units."""
         return OrtGraphCompiler(self, unit_class, exclude)
 
@@ -48,7 +49,7 @@ class OrtEngine(Engine[OrtGraphRecord]):
         """Return True if PyTorch runs all graphs of a unit's class: the unit then runs without Dynamo's guards."""
         graphs = self.graphs_of(unit_class)
         if graphs and all(graph.reason is not None for graph in graphs):
-            self.leave_to_torch(unit_class, str(graphs[0].reason))
+            self.leave_to(Runner.TORCH, unit_class, str(graphs[0].reason))
         return unit_class in self.units_in_torch
 
     def is_settled(self, units_are_settled: bool) -> bool:

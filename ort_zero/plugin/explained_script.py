@@ -89,6 +89,7 @@ def explanation(running: Any) -> dict[str, Any]:
         "graph_breaks": [{"reason": reason, "where": where} for reason, where in torch_compile.graph_breaks()],
         "flop_share": status["compiled"]["flop_share"],
         "units_in_torch": status["compiled"]["units_in_torch"],
+        "runners": status["runners"],
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -75,6 +75,8 @@ class Engine(abc.ABC, Generic[Graph]):
     """What the names of the autograd nodes of the engine's graphs begin with, such as ``CompiledFunction``."""
     slowdown = 1.0
     """A unit stays compiled while it takes at most this multiple of its time in PyTorch, forward and backward."""
+    first_runner = Runner.ONNXRUNTIME
+    """What runs units before they are timed."""
     compiles_evaluations = False
     """Whether calls without gradients are compiled from the first one on, not only where long evaluations repay it."""
 
@@ -88,6 +90,8 @@ class Engine(abc.ABC, Generic[Graph]):
         """The reasons for new graphs, of each class of units."""
         self.units_in_torch: dict[str, str] = {}
         """Class names of units that PyTorch runs whole, since it is faster, and why."""
+        self.units_in_inductor: set[str] = set()
+        """Class names of units that Inductor runs, since it is faster."""
         self._said: set[tuple[str, str]] = set()
         """The classes, and the reasons, of which a line has said that another runner runs their units."""
         self.on_step: Callable[[], bool] | None = None
@@ -101,8 +105,14 @@ class Engine(abc.ABC, Generic[Graph]):
         """Whether the units are to be compiled again: the next graph replaces all that are here."""
 
     @abc.abstractmethod
-    def compiler(self, unit_class: str, exclude: tuple[str, ...]) -> GraphCompiler:
-        """Return a new compiler, whose `recompilations` the engine has too; `exclude` is ``Unit.excluded``."""
+    def compiler(self, unit_class: str, exclude: tuple[str, ...], runner: Runner | None = None) -> GraphCompiler:
+        """Return a new compiler, whose `recompilations` the engine has too.
+
+        Args:
+            unit_class: of the units that it compiles.
+            exclude: ``Unit.excluded``.
+            runner: what the graphs are compiled for; None: :attr:`first_runner`.
+        """
 
     @abc.abstractmethod
     def timed_keys(self, unit: nn.Module, unit_class: str) -> Sequence[str] | None:
@@ -111,6 +121,10 @@ class Engine(abc.ABC, Generic[Graph]):
     def runners_on(self, device: torch.device) -> Sequence[Runner]:
         """Return what may run the units on a device; they run in the first one until they are timed."""
         return Runner.ONNXRUNTIME, Runner.TORCH
+
+    def lost(self, unit_class: str) -> Mapping[Runner, str]:
+        """Return the runners that fail, or that cannot be the fastest, for a class of units, and why."""
+        return {}
 
     @abc.abstractmethod
     def goes_to_torch(self, unit: nn.Module, unit_class: str) -> bool:
@@ -149,6 +163,7 @@ class Engine(abc.ABC, Generic[Graph]):
         if self.is_stale:
             self.graphs.clear()
             self.units_in_torch.clear()
+            self.units_in_inductor.clear()
             self.is_stale = False
         self.graphs.append(graph)
 
@@ -168,16 +183,25 @@ class Engine(abc.ABC, Generic[Graph]):
         if self.steps and self.on_step is not None and self.on_step():
             self.on_step = None
 
-    def leave_to_torch(self, unit_class: str, reason: str) -> None:
-        """Note and say, once, that PyTorch runs all units of a class from now on."""
-        self.units_in_torch.setdefault(unit_class, reason)
-        self.say_runs(Runner.TORCH, unit_class, unit_class, reason)
+    def leave_to(self, runner: Runner, unit_class: str, reason: str) -> None:
+        """Note and say, once, that another runner than the first one runs all units of a class from now on."""
+        if runner is Runner.TORCH:
+            self.units_in_torch.setdefault(unit_class, reason)
+        elif runner is Runner.INDUCTOR:
+            self.units_in_inductor.add(unit_class)
+        self.say_runs(runner, unit_class, unit_class, reason)
 
     def say_runs(self, runner: Runner, unit_class: str, what: str, reason: str) -> None:
         """Say what runs units of a class from now on, once for each reason."""
         if (unit_class, reason) not in self._said:
             self._said.add((unit_class, reason))
             log.get_logger().info("%s runs %s from now on: %s", runner.title, what, reason)
+
+    def say_left_out(self, runner: Runner, unit_class: str, reason: str) -> None:
+        """Say that a runner does not run the units of a class, once for each reason."""
+        if (unit_class, reason) not in self._said:
+            self._said.add((unit_class, reason))
+            log.get_logger().warning("%s is left out for %s: %s", runner.title, unit_class, reason)
 
     def figures(self) -> dict[str, Any]:
         """Return the entries that every engine has in ``status()``: graphs, recompilations, units in PyTorch, ..."""

@@ -144,8 +144,25 @@ class UnitsModel:
             "failures": failures,
             "graph_runs": dict(self.engine.runs),
             "transitions": self.engine.transitions(),
+            "runners": self._runners(),
             **self.engine.status(self._units_are_settled()),
         }
+
+    def _runners(self) -> dict[str, Any]:
+        """Return by class of units how many of them each runner runs, and the times of a forward and a backward."""
+        classes: dict[str, Any] = {}
+        for unit in self.units:
+            module = unit.reference()
+            if module is None:
+                continue
+            runner = Runner.TORCH
+            if is_compiled(module):
+                decided = unit.trial.runner if unit.trial is not None else None
+                runner = decided or self.engine.first_runner
+            of_class = classes.setdefault(unit.unit_class, {"units": {}, "ms": {}})
+            of_class["units"][runner.value] = of_class["units"].get(runner.value, 0) + 1
+            of_class["ms"].update(unit.trial.milliseconds if unit.trial is not None else {})
+        return classes
 
     def _added(self) -> dict[str, str]:
         """Return the new modules with weights of products that no unit holds, and why PyTorch runs them."""
@@ -165,8 +182,8 @@ class RunningUnit:
         self.reference: Any = weakref.ref(unit.module)
         # libraries change classes later: fully_shard, parametrizations
         self.unit_class = type(unit.module).__name__
-        self.runner: Runner | None = None
-        """What runs the unit by the decision of its trial; None before one."""
+        self.trial: UnitTrial | None = None
+        """The trial that decides what runs the unit; None before the unit is timed."""
 
 
 class EngineRunner(UnitRunner):
@@ -180,9 +197,14 @@ class EngineRunner(UnitRunner):
         self.graph_node = model.engine.graph_node
 
     def compile(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-        engine, compiled, key = self._model.engine, self._model.compiled, (function, self._unit.exclude)
+        return self.form(unit, function, None)
+
+    def form(self, unit: nn.Module, function: Callable[..., Any], runner: Runner | None) -> Callable[..., Any]:
+        engine, compiled = self._model.engine, self._model.compiled
+        runner = runner or engine.first_runner
+        key = function, self._unit.exclude, runner
         if key not in compiled:
-            compiler = engine.compiler(self._unit.unit_class, self._unit.exclude)
+            compiler = engine.compiler(self._unit.unit_class, self._unit.exclude, runner)
             noted = compiler.recompilations
             run = torch_compile.compile_function(function, compiler, noted.note_guard_failure, noted.note_guards)
             compiled[key] = ClassForward(function, run, engine.compiles_evaluations), compiler
@@ -225,10 +247,12 @@ class EngineRunner(UnitRunner):
         key = trial_key(unit, inputs, runners, graphs)
         if key not in model.trials:
             model.trials[key] = UnitTrial(key, agreement(), runners, clock_of(device), engine.slowdown)
-        trial = model.trials[key]
-        self._unit.runner = trial.runner
+        trial = self._unit.trial = model.trials[key]
+        for runner in engine.lost(unit_class):
+            trial.leave_out(runner)
         if trial.runner is not None and trial.runner is not runners[0]:
             engine.say_runs(trial.runner, unit_class, f"{unit_class} {self._unit.path} and its equals", trial.reason)
-            if all(each.runner is Runner.TORCH for each in model.units if each.unit_class == unit_class):
-                engine.leave_to_torch(unit_class, trial.reason)
+            trials = [each.trial for each in model.units if each.unit_class == unit_class]
+            if all(each is not None and each.runner is trial.runner for each in trials):
+                engine.leave_to(trial.runner, unit_class, trial.reason)
         return trial

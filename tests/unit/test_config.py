@@ -102,3 +102,17 @@ def test_checkpoints_are_sharded_unless_told_otherwise():
     assert config.parse({}).checkpoint.sharded and not config.parse({}).checkpoint.async_save
     with pytest.raises(ConfigError, match=r'ort_zero.checkpoint: "async_save" needs "sharded": true'):
         config.parse({"checkpoint": {"sharded": False, "async_save": True}})
+
+
+@pytest.mark.parametrize(
+    "compile, words",
+    [
+        ({"runners": ["ort", "fast"]}, r"ort_zero.compile.runners.1: Input should be 'ort', 'inductor' or 'torch'"),
+        ({"runners": []}, "ort_zero.compile.runners: List should have at least 1 item"),
+        ({"runners": ["torch"]}, 'ort_zero.compile.runners: must have "ort" or "inductor"; PyTorch runs the model'),
+        ({"place": "ort", "runners": ["inductor"]}, 'ort_zero.compile.runners: must have "ort", since "place"'),
+    ],
+)
+def test_runners_that_cannot_be(compile: dict, words: str):
+    with pytest.raises(ConfigError, match=words):
+        config.parse({"compile": compile})

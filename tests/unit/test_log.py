@@ -168,6 +168,7 @@ def status(settled=True, **changes):
     }  # fmt: skip
     return {"module": "GPT2LMHeadModel", "engine": "compile", "backend": "onnxruntime", "zero_stage": 3, "sessions": 12,
             "fallback_reason": None, "in_torch": {}, "units": ["h.0", "h.1", "head"], "failures": {},
+            "runners": {},
             "compiled": compiled, **changes}  # fmt: skip
 
 
@@ -239,10 +240,12 @@ def test_a_share_is_shown_once_it_is_settled(monkeypatch):
         stream.truncate(0)
         settled_status = {**status()["compiled"], "units_in_torch": {"Block": "it is slower"}}
         if settled:
-            monkeypatch.setattr(runtime, "status", lambda: status(compiled=settled_status))
+            runners = {"GPT2Block": {"units": {"inductor": 2}, "ms": {}}}
+            monkeypatch.setattr(runtime, "status", lambda: status(compiled=settled_status, runners=runners))
         summary.announce(config.Config(), None, runtime)
         text = stream.getvalue()
         assert words in text and ("91 %" in text) is settled and ("; PyTorch runs Block whole" in text) is settled
+        assert ("; Inductor runs GPT2Block" in text) is settled
     assert len(text.splitlines()) == 1
 
 

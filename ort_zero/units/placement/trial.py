@@ -39,14 +39,16 @@ class Trial:
     key: str
     verify: str
     place: str
+    candidate: Runner = Runner.ONNXRUNTIME
+    """What runs the segment, unless PyTorch does."""
     clock: Callable[[], float] = time.perf_counter
     """Returns the time in seconds that a run is measured by."""
     runner: Runner | None = None
     """The runtime that runs the segment from now on; None until that is decided."""
     reason: str = ""
-    """Why PyTorch runs the segment; empty while ONNX Runtime does."""
+    """Why PyTorch runs the segment; empty while the candidate does."""
     failed: bool = False
-    """Whether ONNX Runtime failed or computed something else."""
+    """Whether the candidate failed or computed something else."""
     runs: int = 0
     """Number of runs on this rank."""
     due: int = 2
@@ -66,8 +68,8 @@ class Trial:
 
     @property
     def is_settled(self) -> bool:
-        """Whether ONNX Runtime runs the segment without further checks."""
-        return self.runner is Runner.ONNXRUNTIME and self.verify != "always"
+        """Whether the candidate runs the segment without further checks."""
+        return self.runner is self.candidate and self.verify != "always"
 
     def run(
         self,
@@ -124,7 +126,7 @@ class Trial:
 
     def fail(self, error: Exception, agreement: Agreement) -> None:
         """Have PyTorch run the segment from now on, on all ranks, since its session failed in a run."""
-        self._fail(f"ONNX Runtime failed: {' '.join(str(error).split())[:300]}", agreement)
+        self._fail(f"{self.candidate.title} failed: {' '.join(str(error).split())[:300]}", agreement)
 
     def _checked(
         self, by_ort: Callable[[], Outputs], by_torch: Callable[[], Outputs], judges: Judges, agreement: Agreement
@@ -141,7 +143,7 @@ class Trial:
                 return wanted
         self.is_checked = True
         if self.place == "ort" and self.runner is None:
-            self.runner = Runner.ONNXRUNTIME
+            self.runner = self.candidate
         return results
 
     def _timed(self, by_ort: Callable[[], Outputs], by_torch: Callable[[], Outputs], agreement: Agreement) -> Outputs:

@@ -306,10 +306,16 @@ def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains,
     block, head = nn.Module(), nn.Linear(4, 4096)
     for direction, gain in zip(("forward", "backward"), gains, strict=True):
         trial = Trial(direction, "sampled", "measured", runner=Runner.ONNXRUNTIME, gain=gain)
-        engine.graphs.append(GraphRecord(direction, "Block", None, [SegmentRecord(trial, 3, 10**9)], Counter(), {}, 0))
+        engine.graphs.append(
+            GraphRecord(
+                direction, "Block", None, Runner.ONNXRUNTIME, [SegmentRecord(trial, 3, 10**9)], Counter(), {}, 0
+            )
+        )
     trial = Trial("loss", "sampled", "measured", runner=Runner.TORCH)
     for unit in ("Block", "Linear"):
-        engine.graphs.append(GraphRecord("loss", unit, None, [SegmentRecord(trial, 2, 10**12)], Counter(), {}, 0))
+        engine.graphs.append(
+            GraphRecord("loss", unit, None, Runner.ONNXRUNTIME, [SegmentRecord(trial, 2, 10**12)], Counter(), {}, 0)
+        )
     before = engine.as_dict()
     assert engine.goes_to_torch(block, "Block") is prefers
     assert not engine.goes_to_torch(block, "Another") and not engine.goes_to_torch(head, "Linear")  # loss in chunks
