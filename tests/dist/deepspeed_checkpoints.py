@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from launch_once import once
+from older_versions import older
 from rank_processes.ranks import run_on_ranks
 
 from ort_zero.checkpoint.files import dtypes
@@ -42,6 +43,8 @@ class Variant:
 
 BF16_OPTIMIZER = "bf16_optimizer"
 """Name of the variant that trains with DeepSpeed's BF16_Optimizer, whose files zero_to_fp32 refuses."""
+ALIGNMENT = 4
+"""Elements of fp32 at whose multiples each parameter begins with "parameter_alignment": 16 bytes."""
 _CPU = (("offload_optimizer", {"device": "cpu"}),)
 _SMALL = (("sub_group_size", 40), ("stage3_param_persistence_threshold", 0))
 PLAIN = tuple(Variant(f"stage{stage}", stage) for stage in (1, 2, 3))
@@ -54,6 +57,7 @@ ALL = (
     Variant("stage3_offload", 3, "bf16", zero=_CPU + _SMALL),
     Variant("stage2_elastic", 2, "bf16", zero=(("elastic_checkpoint", True),)),
     Variant("stage2_round_robin", 2, zero=(("round_robin_gradients", True),)),
+    *(() if older("deepspeed", "0.19.8") else (Variant("stage2_aligned", 2, zero=(("parameter_alignment", True),)),)),
     Variant(BF16_OPTIMIZER, 1, "bf16", extra=(("data_types", {"grad_accum_dtype": "fp32"}),)),
     Variant("stage0_bf16", 0, "bf16"),
     Variant("stage0", 0),
@@ -271,6 +275,8 @@ def live_state(engine: Any, variant: Variant) -> dict[str, dict[str, torch.Tenso
                 else:
                     value = whole[position : position + param.numel()].reshape(param.shape)
                     position += param.numel()
+                    if variant.name == "stage2_aligned":
+                        position = -(-position // ALIGNMENT) * ALIGNMENT
                 held[names[param]] = value.clone()
     return states
 

@@ -28,7 +28,7 @@ def save(folder: str, ours: str) -> None:
     """
     sys.path[:0] = [str(HERE.parent), str(HERE.parent / "dist")]
     import torch
-    from checkpoint_workers import engine_of, train
+    from checkpoint_engines import engine_of, train
     from safetensors.torch import save_file
 
     for name, stage in ((ours, 3), ("deepspeed_zero2", 2), ("deepspeed_zero3", 3)):

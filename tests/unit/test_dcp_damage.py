@@ -6,17 +6,22 @@ import os
 import pickle
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from damage import Change, flipped, removed, truncated
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from ort_zero.checkpoint import aggregate, list_checkpoints, verify
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.seal import NAME as SEAL
 from ort_zero.errors import CheckpointError
+
+SHARD, METADATA, BIAS = "__0_0.distcp", ".metadata", "model.up.bias"
 
 
 def save(folder: Path, seed: int = 0) -> Path:
@@ -39,88 +44,38 @@ def saved(whole, tmp_path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "saved"))
 
 
-def shard_file(folder: Path) -> Path:
-    """Return the file of the shards."""
-    (path,) = folder.glob("*.distcp")
-    return path
+def metadata(change: Callable[[Any], Any]) -> Change:
+    """Change the metadata as torch's objects."""
 
+    def act(folder: Path) -> None:
+        content = pickle.loads((folder / METADATA).read_bytes())
+        change(content)
+        (folder / METADATA).write_bytes(pickle.dumps(content))
 
-def change_metadata(folder: Path, change) -> None:
-    """Let `change` edit the metadata as torch's objects."""
-    path = folder / ".metadata"
-    content = pickle.loads(path.read_bytes())
-    change(content)
-    path.write_bytes(pickle.dumps(content))
-
-
-def flip(path: Path, position: int) -> None:
-    """Flip a bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
-
-
-def in_values(folder: Path) -> None:
-    """Flip a bit in the middle of the largest tensor."""
-    flip(shard_file(folder), shard_file(folder).stat().st_size // 2)
-
-
-def truncated(folder: Path) -> None:
-    os.truncate(shard_file(folder), shard_file(folder).stat().st_size - 1000)
-
-
-def missing(folder: Path) -> None:
-    shard_file(folder).unlink()
-
-
-def interrupted(folder: Path) -> None:
-    (folder / ".metadata").unlink()
-
-
-def metadata_cut(folder: Path) -> None:
-    os.truncate(folder / ".metadata", 200)
+    return act
 
 
 def of_another_save(folder: Path) -> None:
     """Put in the metadata of a save with tensors of other sizes."""
     other = {"model": {"up.weight": torch.randn(601, 500), "up.bias": torch.randn(600), "scale": torch.tensor(2.0)}}
     dcp.save({**other, "epoch": 1}, checkpoint_id=folder.with_name("other"), no_dist=True)
-    shutil.copy(folder.with_name("other") / ".metadata", folder)
+    shutil.copy(folder.with_name("other") / METADATA, folder)
 
 
-def hole(folder: Path) -> None:
-    def change(content) -> None:
-        content.state_dict_metadata["model.up.bias"].size = torch.Size([601])
-
-    change_metadata(folder, change)
-
-
-def overlap(folder: Path) -> None:
-    def change(content) -> None:
-        described = content.state_dict_metadata["model.up.bias"]
-        described.chunks.append(ChunkStorageMetadata(torch.Size([300]), torch.Size([300])))
-        place = content.storage_data[MetadataIndex("model.up.bias", torch.Size([0]), 0)]
-        content.storage_data[MetadataIndex("model.up.bias", torch.Size([300]), 1)] = place
-
-    change_metadata(folder, change)
+def overlap(content: Any) -> None:
+    content.state_dict_metadata[BIAS].chunks.append(ChunkStorageMetadata(torch.Size([300]), torch.Size([300])))
+    place = content.storage_data[MetadataIndex(BIAS, torch.Size([0]), 0)]
+    content.storage_data[MetadataIndex(BIAS, torch.Size([300]), 1)] = place
 
 
-def huge(folder: Path) -> None:
-    def change(content) -> None:
-        content.state_dict_metadata["model.up.bias"].size = torch.Size([1 << 60])
-        content.state_dict_metadata["model.up.bias"].chunks[0] = ChunkStorageMetadata(
-            torch.Size([0]), torch.Size([1 << 60])
-        )
-
-    change_metadata(folder, change)
+def huge(content: Any) -> None:
+    described, size = content.state_dict_metadata[BIAS], torch.Size([1 << 60])
+    described.size, described.chunks[0] = size, ChunkStorageMetadata(torch.Size([0]), size)
 
 
-def outside(folder: Path) -> None:
-    def change(content) -> None:
-        for place in content.storage_data.values():
-            place.relative_path = "../../etc/passwd"
-
-    change_metadata(folder, change)
+def outside(content: Any) -> None:
+    for place in content.storage_data.values():
+        place.relative_path = "../../etc/passwd"
 
 
 class Hostile:
@@ -134,26 +89,32 @@ class Hostile:
 
 
 def hostile(folder: Path) -> None:
-    change_metadata(folder, lambda content: setattr(content, "planner_data", Hostile(folder.with_name("harm"))))
+    metadata(lambda content: setattr(content, "planner_data", Hostile(folder.with_name("harm"))))(folder)
 
 
-FAULTS = [
-    (in_values, "CRC-32"),
-    (truncated, "truncated"),
-    (missing, "is missing"),
-    (interrupted, "the save was interrupted"),
-    (metadata_cut, "cannot be unpickled"),
-    (of_another_save, "does not end with its zip directory|the metadata say"),
-    (hole, "elements 600 to 601 are in no shard"),
-    (overlap, "within the one before it"),
-    (huge, "the metadata say"),
-    (outside, "names a file"),
-    (hostile, "which no checkpoint needs"),
-]
+IN_VALUES = flipped(SHARD, 600_000)
+"""Flips a bit in the middle of the largest tensor."""
+FAULTS = {
+    "in values": (IN_VALUES, "CRC-32"),
+    "truncated": (truncated(SHARD, -1000), "truncated"),
+    "missing": (removed(SHARD), "is missing"),
+    "interrupted": (removed(METADATA), "the save was interrupted"),
+    "metadata cut": (truncated(METADATA, 200), "cannot be unpickled"),
+    "of another save": (of_another_save, "does not end with its zip directory|the metadata say"),
+    "hole": (
+        metadata(lambda content: setattr(content.state_dict_metadata[BIAS], "size", torch.Size([601]))),
+        "elements 600 to 601 are in no shard",
+    ),
+    "overlap": (metadata(overlap), "within the one before it"),
+    "huge": (metadata(huge), "the metadata say"),
+    "outside": (metadata(outside), "names a file"),
+    "hostile": (hostile, "which no checkpoint needs"),
+}
 
 
-@pytest.mark.parametrize(("damage", "says"), FAULTS, ids=[damage.__name__ for damage, _ in FAULTS])
-def test_each_fault_is_named_and_nothing_is_written(saved, tmp_path, damage, says):
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_is_named_and_nothing_is_written(saved, tmp_path, name):
+    damage, says = FAULTS[name]
     damage(saved)
     before = sorted(saved.iterdir())
     report = verify(str(saved))
@@ -168,8 +129,7 @@ def test_a_damaged_number_of_the_optimizer_is_no_step(tmp_path):
     weights = {"scale": torch.ones(1)}
     states = {"scale": {"step": torch.tensor(12345.0), "exp_avg": torch.ones(1)}}
     dcp.save({"model": weights, "optim": {"state": states}}, checkpoint_id=tmp_path / "saved", no_dist=True)
-    file = shard_file(tmp_path / "saved")
-    flip(file, file.read_bytes().index(struct.pack("<f", 12345.0)))
+    flipped(SHARD, struct.pack("<f", 12345.0))(tmp_path / "saved")
     with pytest.raises(CheckpointError, match="CRC-32"):
         aggregate(tmp_path / "saved", tmp_path / "model", what="weights+optimizer")
 
@@ -187,7 +147,7 @@ def test_the_size_of_accelerates_folder_counts_its_inner_files(tmp_path):
     saved = save(tmp_path / "runs" / "state" / "pytorch_model_fsdp_0")
     (listed,) = list_checkpoints(str(tmp_path / "runs"))
     assert (listed.tag, listed.format, listed.whole) == ("state", "dcp", True)
-    assert listed.bytes == shard_file(saved).stat().st_size
+    assert listed.bytes == (saved / SHARD).stat().st_size
 
 
 def test_values_without_checksums_are_named_until_they_are_sealed(tmp_path):
@@ -203,7 +163,7 @@ def test_values_without_checksums_are_named_until_they_are_sealed(tmp_path):
     report = verify(str(saved), seal_it=True)
     assert report.ok and any(SEAL in note for note in report.notes)
     assert not any("without checksums" in note for note in verify(str(saved)).notes)
-    in_values(saved)
+    IN_VALUES(saved)
     (problem,) = verify(str(saved)).problems
     assert "do not match their CRC-32, in weight of up.weight" in problem
     with pytest.raises(CheckpointError, match="CRC-32"):
@@ -219,8 +179,8 @@ def test_a_seal_notices_what_was_added_changed_or_damaged(saved, tmp_path):
             Folder, "crc32", lambda self, *args, **options: read.append(args[:3]) or real(self, *args, **options)
         )
         assert verify(str(saved)).ok
-    in_shards = sum(end - start for name, start, end in read if name == shard_file(saved).name)
-    assert 1 <= in_shards / shard_file(saved).stat().st_size < 1.1  # once; pickles twice, since opening reads them
+    in_shards = sum(end - start for name, start, end in read if name == SHARD)
+    assert 1 <= in_shards / (saved / SHARD).stat().st_size < 1.1  # once; pickles twice, since opening reads them
     aggregate(saved, tmp_path / "model")
     with (saved / ".metadata").open("ab") as file:
         file.write(b"more")

@@ -243,9 +243,9 @@ FAULTS: dict[str, dict[str, tuple[str | None, Change]]] = {
             pickled(b"\x80\x02}(X\x14\x00\x00\x00optimizer_state_dict" + STORAGE + b"u."),
         ),
         "a billion ranks": ("world size|ranks", a_billion_ranks),
-        "a negative size": ("has 10 elements", saved(lambda m: m["param_shapes"][0].update({"a.bias": (-3,)}))),
-        "a size that is a fraction": (ODD, saved(lambda m: m["param_shapes"][0].update({"a.bias": (3.0,)}))),
-        "a shape that is a text": (ODD, saved(lambda m: m["param_shapes"][0].update({"a.bias": "3"}))),
+        "a negative size": ("has 10 elements", saved(lambda m: m["param_shapes"][1].update({"norm.bias": (-7,)}))),
+        "a size that is a fraction": (ODD, saved(lambda m: m["param_shapes"][1].update({"norm.bias": (7.0,)}))),
+        "a shape that is a text": (ODD, saved(lambda m: m["param_shapes"][1].update({"norm.bias": "7"}))),
         "a name that moves the cursor": (
             r"the name of a tensor cannot be '.x1b",
             saved(lambda m: m["module"].update({"\x1b[2J": torch.ones(2)})),
@@ -256,11 +256,11 @@ FAULTS: dict[str, dict[str, tuple[str | None, Change]]] = {
         ),
         "names of buffers that are a number": (ODD, saved(lambda m: m.update(buffer_names=5))),
         "tied names that are a number": (ODD, saved(lambda m: m.update(shared_params=7))),
-        "tied names in a circle": (None, saved(lambda m: m.update(shared_params={"x": "y", "y": "x"}))),
-        "a buffer that is not there": (None, saved(lambda m: m.update(buffer_names=["count", "nope"]))),
+        "tied names in a circle": (None, saved(lambda m: m["shared_params"].update(x="y", y="x"))),
+        "a buffer that is not there": (None, saved(lambda m: m["buffer_names"].append("nope"))),
         "steps that are a text": (ODD, saved(lambda m: m.update(global_steps="4"))),
         "a module that is a list": ("no .module. in it", saved(lambda m: m.update(module=[1]))),
-        "a sparse buffer": (ODD, saved(lambda m: m["module"].update(count=torch.eye(3).to_sparse()))),
+        "a sparse buffer": (ODD, saved(lambda m: m["module"].update(scale=torch.eye(3).to_sparse()))),
         "a moment that is too short": (
             "its state .exp_avg. has the shape",
             zero(lambda state: state["base_optimizer_state"]["state"][0].update(exp_avg=torch.zeros(1))),
@@ -312,8 +312,8 @@ FAULTS: dict[str, dict[str, tuple[str | None, Change]]] = {
         ),
         "values nested too deeply": ("nested too deeply", pickled(b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".")),
         "a dtype that is not stored": (
-            "ice: tensors of torch.complex128",
-            saved(lambda m: m["module"].update(ice=torch.zeros(3, 2, dtype=torch.complex128))),
+            "frozen.weight: tensors of torch.complex128",
+            saved(lambda m: m["module"].update({"frozen.weight": torch.zeros(7, 5, dtype=torch.complex128)})),
         ),
         "a file of an old torch": (
             "before torch 1.6",
@@ -354,12 +354,12 @@ FAULTS: dict[str, dict[str, tuple[str | None, Change]]] = {
     },
     "zero3": {
         "another length of a frozen parameter": (
-            "piece of the frozen parameter ice",
-            saved(lambda m: m["frozen_param_fragments"].update(ice=torch.zeros(100)), MODULE3),
+            "piece of the frozen parameter frozen.bias",
+            saved(lambda m: m["frozen_param_fragments"].update({"frozen.bias": torch.zeros(100)}), MODULE3),
         ),
         "other shapes on another rank": (
             "another set of parameters",
-            saved(lambda m: m["param_shapes"][0].update({"a.bias": torch.Size((4,))}), MODULE3),
+            saved(lambda m: m["param_shapes"][1].update({"norm.bias": torch.Size((8,))}), MODULE3),
         ),
         "masters that are too short": (
             "",
@@ -388,8 +388,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one checkpoint of each kind."""
     root = tmp_path_factory.mktemp("whole")
     checkpoint_files.write(root / "ours", tag="t")
-    deepspeed_states.write(root / "zero2", 2, 2)
-    deepspeed_states.write(root / "zero3", 3, 2)
+    deepspeed_states.write(root / "zero2", 2)
+    deepspeed_states.write(root / "zero3", 3)
     return root
 
 
