@@ -156,7 +156,7 @@ class Compiler:
         """Compile a graph for one direction; `inputs` are fake tensors with the strides that the graph will get."""
         prepare(module, direction)
         symbols = SizeReader([node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")])
-        plan, runners = self._planned(module, _device_of(module), symbols)
+        plan, runners = self._planned(module, device_of(module), symbols)
         graph = graph_record(plan, runners, direction, self._unit, reason)
         self.engine.add(graph)
         log.get_logger().log(log.DEVINFO, "%s, graph %d, %s", self._unit, self.recompilations.graphs, graph.text())
@@ -273,7 +273,7 @@ def _unsupported(
     return devices.unsupported(fragment, device)
 
 
-def _device_of(module: GraphModule) -> torch.device | None:
+def device_of(module: GraphModule) -> torch.device | None:
     """Return the device that a graph computes on; None without tensors, or with several devices beside the CPU."""
     seen = _devices_of(module.graph.nodes)
     if len(seen) > 1:

@@ -20,7 +20,7 @@ from ort_zero import log
 from ort_zero.compat import inductor
 from ort_zero.compat.torch_compile import OpOverload
 from ort_zero.compat.torch_graphs import SizeReader
-from ort_zero.compile.dynamo_backend import Compiled, Compiler, GraphHalves, prepare
+from ort_zero.compile.dynamo_backend import Compiled, Compiler, GraphHalves, device_of, prepare
 from ort_zero.compile.executor import program_of
 from ort_zero.compile.flops import flops_of
 from ort_zero.compile.head_loss import IN_PYTORCH, Products
@@ -60,8 +60,8 @@ class InductorCompiler(Compiler):
         verify = self.settings.verify
         trial = _trials.setdefault((key, verify), Trial(key, verify, "ort", candidate=Runner.INDUCTOR))
         returned = None if direction == "inference" else 0 if direction == "backward" else halves.returned
-        code = None
-        missing = inductor.unavailable(_device_of(plain).type)
+        code, device = None, device_of(plain) or torch.device("cpu")
+        missing = inductor.unavailable(device.type)
         try:
             if missing is not None:
                 trial.fail(ExportError(missing), agreement())
@@ -72,7 +72,7 @@ class InductorCompiler(Compiler):
         except Exception as error:  # Inductor's errors have no base class
             trial.fail(error, agreement())
             self.engine.say_left_out(Runner.INDUCTOR, self._unit or "a function", trial.reason)
-        program = _Graph(code, plain, trial, agreement(), symbols, returned, halves)
+        program = _Graph(code, plain, trial, agreement(), symbols, returned, halves, device)
         if direction == "forward":
             halves.trial = trial
         record = GraphRecord(
@@ -133,12 +133,13 @@ class _Graph:
         symbols: SizeReader,
         returned: int | None,
         halves: GraphHalves,
+        device: torch.device,
     ):
         self._code, self._plain, self._trial, self._agreement = code, plain, trial, agreement
         self._symbols, self._returned, self._halves = symbols, returned, halves
         self._seen: set[Any] = set()
         """The combinations of sizes of earlier runs."""
-        self._draws_on = _device_of(plain) if any(map(_is_random, plain.graph.nodes)) else None
+        self._draws_on = device if any(map(_is_random, plain.graph.nodes)) else None
 
     @functools.cached_property
     def _by_torch(self) -> Callable[[list[Any]], Sequence[Any]]:
@@ -206,10 +207,3 @@ def _program(module: GraphModule, symbols: SizeReader, returned: int | None) -> 
     calls = tuple(TorchCall(node) for node in nodes if node.op in ("call_function", "get_attr"))
     inputs = tuple(node for node in nodes if node.op == "placeholder")
     return program_of(module, Plan(calls, {}, {}, inputs, nodes[-1]), (), symbols, returned)
-
-
-def _device_of(module: GraphModule) -> torch.device:
-    """Return the first device of a graph's tensors that is no CPU, or the CPU."""
-    values = (node.meta.get("val") for node in module.graph.nodes)
-    devices = (value.device for value in values if isinstance(value, torch.Tensor))
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
