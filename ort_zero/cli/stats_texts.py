@@ -49,6 +49,7 @@ def text_of(comparison: Comparison, html: str | None = None) -> str:
     word = "same: " if comparison.verdict.same else "differs: "
     lines = [word + comparison.verdict.text.removeprefix(word), ""]
     lines += [f"a: {describe(comparison.a)}", f"b: {describe(comparison.b)}"]
+    lines += [f"to begin with: {what}" for what in comparison.beginnings]
     counts = [f"{number:,} {kind}" for kind, number in comparison.counts.items() if number]
     lines.append(
         f"compared: {comparison.records:,} pairs of records of {span(comparison.steps)}, rtol {comparison.rtol}: "

@@ -100,6 +100,11 @@ def world_size_and_stage(engine: Any) -> tuple[int, int]:
     return int(engine.seq_dp_world_size), int(engine.zero_optimization_stage())
 
 
+def config_dict(engine: Any) -> dict[str, Any]:
+    """Return the config of an engine as the user gave it."""
+    return getattr(engine._config, "_param_dict", None) or {}
+
+
 def all_ranks_are_replicas(engine: Any) -> bool:
     """Return True for an engine with data parallelism alone: no pipeline, tensor, sequence or expert parallelism."""
     import torch.distributed as dist

@@ -81,6 +81,7 @@ def run(tmp_path, capsys):
 def test_against_zero0(run):
     status, found, a, b = run("--against", "zero0", ranks=2)
     assert status == 0 and found["same"] and found["records"] > 100, found["verdict"]
+    assert found["beginnings"] == ["other values in the DeepSpeed config: zero_optimization.stage 2 and 0"]
     assert (a["stage"], b["stage"], a["ranks"], b["ranks"]) == (2, 0, 2, 2)
     assert {found[run]["backend"] for run in "ab"} == {"onnxruntime"}
 

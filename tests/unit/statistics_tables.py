@@ -61,6 +61,7 @@ class Run:
     backend: str = "torch"
     world_size: int = 0
     parameters: dict = field(default_factory=dict)
+    manifest: dict = field(default_factory=dict)
 
     @property
     def info(self) -> RunInfo:

@@ -84,6 +84,20 @@ def test_without_autocast_a_half_precision_run_is_not_the_same(script, capsys):
     found = json.loads(capsys.readouterr().out)
     first = found["verdict"]["difference"]
     assert (first["a"]["dtype"], first["b"]["dtype"]) == ("bfloat16", "float32"), found["verdict"]
+    assert found["beginnings"] == []
+
+
+def test_what_differs_to_begin_with_is_listed_first(script, capsys):
+    script.write_text(SCRIPT.replace("model = nn", "torch.manual_seed(int(os.environ.get('SEED', '0')))\nmodel = nn"))
+    assert run(script, "--env", "SEED=1", "--env", "KMP_SETTINGS=0", "--steps", "2", "--", "2") == 1
+    lines = capsys.readouterr().out.splitlines()
+    told = [line for line in lines if line.startswith("to begin with: ")]
+    assert lines.index(told[0]) < next(number for number, line in enumerate(lines) if line.startswith("compared:"))
+    assert [line.split(": ")[1] for line in told] == [
+        "other initial weights", "other batches from step 0 on", "other random states at step 0",
+        "other values in environment variables",
+    ]  # fmt: skip
+    assert "0.weight" in told[0] and told[2].endswith(": torch") and "KMP_SETTINGS not set and 0" in told[3]
 
 
 def test_a_run_that_fails_is_named_with_its_last_lines(script, capsys):

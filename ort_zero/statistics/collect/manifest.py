@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import platform
 import time
 from collections import Counter
@@ -21,6 +23,12 @@ from ort_zero.statistics.collect.subscribed_model import SubscribedModel
 from ort_zero.statistics.collect.subscriber_manager import remembered
 
 _PACKAGES = ("torch", "onnxruntime-training", "deepspeed", "transformers", "numpy")
+
+_NUMERIC_VARIABLES = (
+    "ATEN_", "CUBLAS_", "DNNL_", "KMP_", "MKL_", "NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32", "OMP_", "ONEDNN_",
+    "OPENBLAS_", "PYTHONHASHSEED", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_ALLOW_TF32", "TORCH_COMPILE",
+)  # fmt: skip
+"""Beginnings of the names of environment variables that change numbers."""
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -52,11 +60,12 @@ def manifest_of(subscribed: SubscribedModel, start_step: int, end_step: int | No
     digest = xxhash.xxh3_64_hexdigest(repr(sorted(shapes.items())).encode())
     versions = {name: version for name in _PACKAGES if (version := installed(name)) is not None}
     rank, world_size = rank_and_size()
+    config: Any = getattr(model, "config", None)
     return {
         "run_id": run_id(),
         "rank": rank,
         "world_size": world_size,
-        **{"backend": subscribed.backend, "zero_stage": 0, "data_parallel": False, **remembered(model)},
+        **{"backend": subscribed.backend, "zero_stage": 0, "data_parallel": False, **_plain(remembered(model))},
         "dtype": types.most_common(1)[0][0] if types else "",
         "model": type(model).__name__,
         "model_digest": digest,
@@ -66,4 +75,27 @@ def manifest_of(subscribed: SubscribedModel, start_step: int, end_step: int | No
         "end_step": end_step,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {"python": platform.python_version(), **versions},
+        "model_config": _plain(config.to_dict()) if hasattr(config, "to_dict") else {},
+        "torch_settings": _torch_settings(),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_NUMERIC_VARIABLES) and not name.endswith("_DIR")
+        },
     }
+
+
+def _torch_settings() -> dict[str, Any]:
+    return {
+        "threads": torch.get_num_threads(),
+        "default dtype": str(torch.get_default_dtype()),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "TF32 in cuDNN": torch.backends.cudnn.allow_tf32,
+        "cuDNN benchmark": torch.backends.cudnn.benchmark,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _plain(values: Any) -> Any:
+    return json.loads(json.dumps(values, default=str))

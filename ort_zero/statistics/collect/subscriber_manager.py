@@ -9,6 +9,7 @@ import torch
 from torch.nn import Module
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.compat.torch_modules import inside_of_compiled
 from ort_zero.statistics.collect import subscribed_model
 from ort_zero.statistics.collect.graph_capture import capture_inspected
@@ -36,8 +37,11 @@ class GlobalSubscriberManager:
             The model with its subscribers; :meth:`SubscribedModel.remove` removes all subscribers.
         """
         root = unwrapped(model)
-        if any(base.__name__ == "DistributedDataParallel" for base in type(model).__mro__):
+        kinds = {base.__name__ for base in type(model).__mro__}
+        if "DistributedDataParallel" in kinds:
             remember(root, data_parallel=True)
+        if "DeepSpeedEngine" in kinds:
+            remember(root, ds_config=ds_compat.config_dict(model))
         return subscribed_model.subscribe(root, tuple(subscribers))
 
 
@@ -58,7 +62,8 @@ def remember(model: Module, **facts: Any) -> None:
 
     Args:
         model: a module, wrapped or not.
-        facts: `zero_stage` of the engine around the model, `data_parallel` if all ranks are replicas, `backend`.
+        facts: `zero_stage` of the engine around the model, `data_parallel` if all ranks are replicas, its `ds_config`,
+            `backend`.
     """
     _facts.setdefault(unwrapped(model), {}).update(facts)
 

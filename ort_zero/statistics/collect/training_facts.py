@@ -235,7 +235,7 @@ def _random_states() -> dict[str, str]:
     numpy_state: Any = np.random.get_state()
     states = {
         "torch": xxhash.xxh3_64_hexdigest(torch.get_rng_state().numpy().data),
-        "python": format(hash(random.getstate()) & (1 << 64) - 1, "x"),
+        "python": format(hash(random.getstate()[1]) & (1 << 64) - 1, "x"),
         "numpy": xxhash.xxh3_64_hexdigest(numpy_state[1].tobytes() + bytes(str(numpy_state[2:]), "ascii")),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():

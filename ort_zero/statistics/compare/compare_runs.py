@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from ort_zero.errors import StatisticsError
+from ort_zero.statistics.compare.beginnings import Beginnings
 from ort_zero.statistics.compare.compared_records import StepRecords, record_of
 from ort_zero.statistics.compare.comparison import KINDS, ComparedRecord, Comparison, FirstDivergence
 from ort_zero.statistics.compare.distance import KIND_NAMES
@@ -72,11 +73,12 @@ def compare_runs(
     together = a.info.world_size != b.info.world_size
     numbers = (0,) if together else a.ranks
     ranks = [RankComparison(number, a.info.dtype != b.info.dtype, tolerance) for number in numbers]
-    result = _Result(tolerance, steps)
+    result, beginnings = _Result(tolerance, steps), Beginnings()
     for of_runs in side_by_side(runs, steps, progress):
         tables = whole_batches(of_runs) if together else of_runs
+        beginnings.look(tables[0][0], tables[1][0])
         result.add([rank.compare(*of_rank) for rank, of_rank in zip(ranks, zip(*tables))], ranks)
-    return result.comparison(a, b, str(rtol), notes)
+    return result.comparison(a, b, str(rtol), notes, beginnings.listed(a.manifest, b.manifest))
 
 
 class _Result:
@@ -163,7 +165,7 @@ class _Result:
         self.series[now] = [StepRecords(one) for one in settled]
         self.series = {at: kept for at, kept in self.series.items() if at < FIRST_STEPS or abs(at - first) <= 1}
 
-    def comparison(self, a: Run, b: Run, rtol: str, notes: list[str]) -> Comparison:
+    def comparison(self, a: Run, b: Run, rtol: str, notes: list[str], beginnings: list[str]) -> Comparison:
         """Return the comparison of all added steps."""
         first = self.steps.index(self.first.step) if self.first else 0
         around = sorted(self.series, key=lambda at: (abs(at - first) > 1, at))
@@ -176,6 +178,7 @@ class _Result:
             records=self.records,
             counts={kind: self.counts[kind] for kind in KINDS if self.counts[kind]},
             differences=self.differences,
+            beginnings=beginnings,
             notes=[*notes, *self.notes.values()],
             series=[records for at in around for records in self.series[at] if len(records)],
         )

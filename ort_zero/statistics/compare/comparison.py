@@ -72,6 +72,8 @@ class Comparison:
     """Number of records that differ, by kind of difference."""
     differences: list[ComparedRecord]
     """The first differences in execution order, at most 1,000."""
+    beginnings: list[str] = field(default_factory=list)
+    """What the runs have otherwise before any value is computed, the likeliest cause of a difference first."""
     notes: list[str] = field(default_factory=list)
     """Remarks for the user: harmless records that only one run has, ranks left out, cut files."""
     series: list[Sequence[ComparedRecord]] = field(default_factory=list)

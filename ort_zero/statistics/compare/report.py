@@ -96,7 +96,7 @@ def _render(comparison: Comparison) -> str:
         module_name=module_name,
         facts=_facts(a, b),
         span=span(comparison.steps),
-        notes=[*comparison.notes, *left_out],
+        notes=[*(f"To begin with: {what}" for what in comparison.beginnings), *comparison.notes, *left_out],
         js=Markup((_TEMPLATES / "report.js").read_text(encoding="utf-8")),
         payload=Markup(payload),
     )
