@@ -1,13 +1,16 @@
 """Choose what the forwards of a model keep for their backwards, so that a memory budget holds.
 
 Torch's partitioner chooses which values of a graph are kept and which are computed again (a knapsack over bytes and
-floating-point operations). This module sees what one step keeps, and finds the largest fraction that fits the budget.
+floating-point operations). A budget is a share of what all graphs keep without recomputation, and each graph gets the
+largest fraction of the partitioner's own budget that keeps this share of it. So the budget holds from the first forward
+on. Of bytes the share is known after the first step, in which all is computed again.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +38,10 @@ class Kept:
     """Number of forwards."""
     values: dict[Node, int] = field(default_factory=dict)
     """The values that one forward keeps without recomputation, and their bytes."""
+    fraction: float = 1.0
+    """Fraction of the partitioner's budget that :meth:`fit` has found."""
+    fitted: int = 0
+    """Bytes that one forward keeps with that fraction."""
     joint: GraphModule | None = None
     """The graph of forward and backward, before it was divided; None without a backward."""
     inputs: Any = None
@@ -54,9 +61,13 @@ class Kept:
         """Return the bytes that a divided forward keeps, by node."""
         return kept_by(forward, self.options["num_fwd_outputs"])
 
-    def bytes_at(self, fraction: float) -> int:
-        """Return the bytes that one forward would keep, divided for a fraction of the partitioner's budget."""
-        return 0 if self.joint is None else sum(self.kept_by(self.divided_at(fraction)[0]).values())
+    def fit(self, share: float) -> None:
+        """Find the largest fraction with which one forward keeps at most a share of :attr:`size`, or else the least."""
+        self.fraction, self.fitted = 1.0, self.size
+        rest = [] if self.joint is None else list(_FRACTIONS)
+        while self.fitted > share * self.size and rest:
+            self.fraction = rest.pop(0)
+            self.fitted = sum(self.kept_by(self.divided_at(self.fraction)[0]).values())
 
 
 class MemoryBudget:
@@ -75,9 +86,10 @@ class MemoryBudget:
         self.recompute, self.budget = recompute, budget
         self._limit = None if budget is None else _parsed(budget)
         """A share of what is kept without recomputation, as a float, or bytes, as an int."""
-        self.fraction = _LEAST if recompute == "all" else 1.0
-        """Fraction of the partitioner's budget with which graphs are divided."""
+        self.fraction = 1.0 if recompute == "off" else _LEAST
+        """Fraction of the partitioner's budget with which graphs are divided; with a budget, the smallest of them."""
         self.graphs: list[Kept] = []
+        """The graphs of the first step."""
         self.before: int | None = None
         """Bytes that one forward of the model's units keeps without recomputation; None before the first step."""
         self.after: int | None = None
@@ -85,48 +97,56 @@ class MemoryBudget:
 
     @property
     def is_open(self) -> bool:
-        """Whether the fraction is still to be chosen."""
+        """Whether it is still to be seen what the first step keeps."""
         return self.recompute == "auto" and self.before is None
 
     def new_graph(self, unit: str) -> Kept | None:
-        """Return a new entry for a graph; None if no budget is to be chosen and no plan was asked for."""
-        if not self.is_open and env.request_file(env.MEMORY_TRIAL) is None:
+        """Return a new entry for a graph; None if there is no budget and no plan was asked for."""
+        if self.recompute != "auto" and env.request_file(env.MEMORY_TRIAL) is None:
             return None
-        self.graphs.append(Kept(unit))
-        return self.graphs[-1]
+        kept = Kept(unit)
+        if self.before is None:
+            self.graphs.append(kept)
+        return kept
 
     def divide(
         self, kept: Kept | None, joint: GraphModule, inputs: Any, **options: Any
     ) -> tuple[GraphModule, GraphModule]:
         """Divide a joint graph into forward and backward, as AOTAutograd's ``partition_fn``."""
+        fraction = self.fraction
         if kept is not None:
             kept.joint, kept.inputs, kept.options = copy.deepcopy(joint), inputs, options
-        divided = partition(joint, inputs, fraction=self.fraction if kept is None else 1.0, **options)
-        if kept is not None:
-            kept.values = kept.kept_by(divided[0])
-        return divided
+            kept.values = kept.kept_by(kept.divided_at(1.0)[0])
+            if (share := self._share()) is not None:
+                kept.fit(share)
+                fraction = kept.fraction
+            if self.before is not None:
+                kept.joint = None  # it was needed to fit
+        return partition(joint, inputs, fraction=fraction, **options)
+
+    def _share(self) -> float | None:
+        """Return the share of a budget; None without a budget, and before the first step with a budget in bytes."""
+        if not isinstance(self._limit, int):
+            return self._limit
+        return None if self.before is None else _share_of(self._limit, self.before)
 
     def choose(self) -> bool:
-        """Choose the fraction after the first step; return True if the units must be compiled again."""
-        assert self._limit is not None, "the section asks for a budget where the fraction is open"
+        """Note what the first step keeps; return True if the units must be compiled again for a budget in bytes."""
         self.before = sum(kept.forwards * kept.size for kept in self.graphs)
-        self.fraction, self.after, fits = self._fitting(self._limit, self.before)
-        if not fits:
+        share = self._share()
+        assert share is not None, "the section asks for a budget"
+        if isinstance(self._limit, int):
+            for kept in self.graphs:
+                kept.fit(share)
+        self.fraction, self.after = _together(self.graphs)
+        if self.after > share * self.before:
             log.get_logger().warning(
                 "memory.budget %s is below what the units keep if they compute all again: %s of %s",
                 self.budget, binary_size(self.after), binary_size(self.before),
             )  # fmt: skip
+        must_compile_again = isinstance(self._limit, int) and any(kept.fraction > _LEAST for kept in self.graphs)
         self.graphs.clear()
-        return self.fraction < 1.0
-
-    def _fitting(self, limit: float | int, before: int) -> tuple[float, int, bool]:
-        """Return the largest fraction that keeps a limit, the bytes that are kept with it, and if that fits."""
-        target = limit if isinstance(limit, int) else int(limit * before)
-        fraction, after, rest = 1.0, before, list(_FRACTIONS)
-        while after > target and rest:
-            fraction = rest.pop(0)
-            after = sum(kept.forwards * kept.bytes_at(fraction) for kept in self.graphs if kept.forwards)
-        return fraction, after, after <= target
+        return must_compile_again
 
     def plan(self, budget: str) -> dict[str, Any]:
         """Return what a budget would have the units keep and compute again in each step, as plain values.
@@ -135,14 +155,17 @@ class MemoryBudget:
         of each operator, and their share of the floating-point operations of forwards and backwards.
         """
         before = sum(kept.forwards * kept.size for kept in self.graphs)
-        fraction, after, fits = self._fitting(_parsed(budget), before)
+        share = _share_of(_parsed(budget), before)
+        for kept in self.graphs:
+            kept.fit(share)
+        fraction, after = _together(self.graphs)
         modules: dict[tuple[str, str], dict[str, Any]] = {}
         total = 0
         for kept in self.graphs:
             if kept.joint is None or not kept.forwards:
                 continue
             total += kept.forwards * sum(flops_of(node) for node in kept.joint.graph.nodes)
-            forward, backward = kept.divided_at(fraction)
+            forward, backward = kept.divided_at(kept.fraction)
             still = {node.name for node in kept.kept_by(forward)}
             for node, size in kept.values.items():
                 if node.name not in still:
@@ -156,7 +179,7 @@ class MemoryBudget:
             entry["flops_share"] = entry["flops"] / total if total else 0.0
         return {
             "budget": budget,
-            "fits": fits,
+            "fits": after <= share * before,
             "kept_without": before,
             "kept": after,
             "fraction": fraction,
@@ -179,6 +202,17 @@ class MemoryBudget:
             "kept": self.after,
             "fraction": self.fraction,
         }
+
+
+def _together(graphs: Iterable[Kept]) -> tuple[float, int]:
+    """Return the smallest fraction of graphs that keep something, and the bytes that all forwards of a step keep."""
+    running = [kept for kept in graphs if kept.forwards and kept.size]
+    return min((kept.fraction for kept in running), default=1.0), sum(kept.forwards * kept.fitted for kept in running)
+
+
+def _share_of(limit: float | int, before: int) -> float:
+    """Return a limit as a share of the bytes that are kept without recomputation."""
+    return limit / max(before, 1) if isinstance(limit, int) else limit
 
 
 def _entry(modules: dict[tuple[str, str], dict[str, Any]], kept: Kept, node: Node) -> dict[str, Any]:

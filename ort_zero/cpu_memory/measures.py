@@ -50,10 +50,10 @@ def begin(wanted: bool) -> None:
             get_logger().warning('what "cpu_memory" has patched stays patched: %s', error)
 
 
-def connect(engine: Any, wanted: bool) -> None:
+def connect(engine: Any, wanted: bool, has_budget: bool = False) -> None:
     """Have a new engine's process keep freed memory, and under ZeRO bound its buckets and patch the collectives.
 
-    All ranks must call.
+    With a memory budget freed memory goes back to the system. All ranks must call.
 
     Raises:
         RankError: on all ranks, if the sections of the ranks differ.
@@ -67,7 +67,8 @@ def connect(engine: Any, wanted: bool) -> None:
         require_equal("training with ort_zero", {'"cpu_memory" in the section': wanted}, group, always=True)
     if not wanted:
         return
-    keep_freed_memory()
+    if not has_budget:
+        keep_freed_memory()
     bounded = bound_buckets(engine)  # whatever glibc does here: a bucket has one size on all ranks
     if uses_zero:
         registry.apply(_COLLECTIVES, collectives.patches)

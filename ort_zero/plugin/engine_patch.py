@@ -51,7 +51,7 @@ def _engine_init(original):
         if engine == "torch":
             with zero3_patches.with_section():
                 original(self, *args, **kwargs)
-            measures.connect(self, section.cpu_memory)
+            measures.connect(self, section.cpu_memory, section.memory.budget is not None)
             _note(self)
             summary.announce(section, self.module, None)
             metrics.write_metrics_of(self, section.metrics, None)
@@ -60,7 +60,7 @@ def _engine_init(original):
         runtime: Any = loading.load(engine).run(model, measured, ds_config)
         with zero3_patches.with_section():
             original(*bound.args, **bound.kwargs)
-        measures.connect(self, section.cpu_memory)
+        measures.connect(self, section.cpu_memory, section.memory.budget is not None)
         from ort_zero.units import installation  # needs ONNX Runtime
 
         installation.connect(runtime, self)
