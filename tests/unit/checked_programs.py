@@ -740,3 +740,38 @@ def pictures(folder):
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 4)
     )
     train(folder, model, before=lambda step, x, y: (torch.randn(8, 3, 8, 8), y))
+
+
+@healthy
+def residual_network(folder):
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    torch.manual_seed(0)
+    model = ResNetForImageClassification(
+        ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=4)
+    )
+    train(folder, model, before=lambda step, x, y: (torch.randn(8, 3, 32, 32), y), loss_of=loss_of_logits)
+
+
+@healthy
+def vision_transformer(folder):
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    model = ViTForImageClassification(
+        ViTConfig(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16,
+            patch_size=4, num_labels=4,
+        )
+    )  # fmt: skip
+    train(folder, model, before=lambda step, x, y: (torch.randn(8, 3, 16, 16), y), loss_of=loss_of_logits)
+
+
+@healthy
+def encoder_and_decoder(folder):
+    torch.manual_seed(0)
+    train_language(folder, tiny_models.t5(words=WORDS, hidden=32))
+
+
+def loss_of_logits(result, y):
+    return F.cross_entropy(result.logits, y)

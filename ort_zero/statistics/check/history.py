@@ -178,7 +178,11 @@ def _loss(table: Table, leaving: list[int]) -> float | None:
 
 
 def _uniform(table: Table, rows: np.ndarray, measured: dict[int, int]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of the outputs that are zero though an input is not, and of those with one other value."""
+    """Return the names of the outputs that are zero though an input is not, and of those with one other value.
+
+    Outputs without a gradient are left out: a position bias of zeros is no computed value.
+    """
+    rows = rows[np.isin(table.order[rows], table.order[table.phase == Phase.BACKWARD])]
     sizes = table.elements[rows]
     candidates = rows[(sizes >= MIN_ELEMENTS) & (table.min[rows] == table.max[rows])]
     zero, constant = set(), set()
