@@ -94,7 +94,7 @@ def test_what_differs_to_begin_with_is_listed_first(script, capsys):
     told = [line for line in lines if line.startswith("to begin with: ")]
     assert lines.index(told[0]) < next(number for number, line in enumerate(lines) if line.startswith("compared:"))
     assert [line.split(": ")[1] for line in told] == [
-        "other initial weights", "other batches from step 0 on", "other random states at step 0",
+        "other initial weights", "other batches from step 0 on", "other random states",
         "other values in environment variables",
     ]  # fmt: skip
     assert "0.weight" in told[0] and told[2].endswith(": torch") and "KMP_SETTINGS not set and 0" in told[3]

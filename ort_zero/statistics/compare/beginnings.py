@@ -19,6 +19,8 @@ SETTINGS = {
     "versions": "versions",
 }
 """Settings in the manifest, the likelier cause of a difference first."""
+_OF_DATA = ("python", "numpy")
+"""Random generators that data is drawn from, and models are not: their states explain other batches alone."""
 _OF_THE_RUN = ("ort_zero.statistics.", "_")
 """Beginnings of keys that tell runs apart and change no number: folders, names of files."""
 
@@ -29,6 +31,8 @@ class Beginnings:
     def __init__(self) -> None:
         self._weights: list[str] = []
         self._states: list[str] = []
+        """Names of the random generators whose states differ."""
+        self._modes: list[str] = []
         self._batches: list[str] = []
         self._began = False
 
@@ -51,18 +55,19 @@ class Beginnings:
             if name in comparable and name in two.parameters and two.parameters[name] != digest
         ]
         self._weights = [f"other initial weights: {shortened(other)}"] if other else []
-        states = [name for name, state in one.random.items() if two.random.get(name, state) != state]
-        self._states = [f"other random states at step {a.step}: {', '.join(states)}"] if states else []
+        self._states = [name for name, state in one.random.items() if two.random.get(name, state) != state]
         if one.training != two.training:
-            self._states.append("other modes: one run trains, one evaluates")
+            self._modes = ["other modes: one run trains, one evaluates"]
 
     def listed(self, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
         """Return what differs, also in two manifests, the likeliest cause of differing values first."""
-        settings = []
+        states = [name for name in self._states if self._batches or name not in _OF_DATA]
+        settings = [f"other random states: {', '.join(states)}"] if states else []
+        settings += self._modes
         for key, what in SETTINGS.items():
             values = list(_differences(a.get(key) or {}, b.get(key) or {}))
             settings += [f"other values in {what}: {shortened(values, limit=6)}"] if values else []
-        return [*self._weights, *self._batches, *self._states, *settings]
+        return [*self._weights, *self._batches, *settings]
 
 
 def _kinds_of_parameters(table: Table) -> dict[str, str]:
