@@ -22,7 +22,7 @@ _EPILOG = "The folders of runs are written by StatisticsSubscriber(output_dir=..
 
 def add_parser(subparsers: argparse._SubParsersAction) -> tuple[argparse.ArgumentParser, ...]:
     """Add the commands and return their parsers."""
-    text = "compare statistics that two runs collected of their activations and gradients"
+    text = "check one run, or compare two, by statistics of activations and gradients"
     parser = subparsers.add_parser("stats", help=text, description=text, epilog=_EPILOG, allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     return _add_compare(commands), add_check(commands), add_run(commands), _add_merge(commands)

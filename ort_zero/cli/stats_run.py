@@ -179,6 +179,8 @@ def _start(command: list[str], args: argparse.Namespace, folder: Path, words: st
     Raises:
         ScriptError: it failed, or called no model that trains.
     """
+    from ort_zero.statistics.reader import open_run
+
     log = folder.with_suffix(".log")
     done = script_process.run_with_request(
         command,
@@ -193,3 +195,6 @@ def _start(command: list[str], args: argparse.Namespace, folder: Path, words: st
     if done.status or not folder.is_dir():
         why = f"ended with status {done.status}" if done.status else "called no model whose parameters train"
         raise script_process.ScriptError(f"{args.script}, run {words}, {why}; its output is in {log}", done.tail)
+    only_config = change.config.keys() - _WITHOUT_SECTION and change == Change(config=change.config)
+    if only_config and not open_run(folder).manifest.get("ds_config"):
+        raise ConfigError(f"{args.script} gives no config to DeepSpeed, so {change} changes nothing: use --env")

@@ -18,7 +18,7 @@ class OptimizerStep:
     """Norm of the gradient of each parameter that model and optimizer share, after reduction, unscaling and clipping;
     None for a parameter without a gradient. NaN and inf stay."""
     resting: list[str]
-    """Parameters among them that may stay as they are, as the learning rate of their group is 0."""
+    """Parameters among them that may stay as they are, as the learning rate of their group is 0, or too small."""
     stale: list[str]
     """Parameters whose gradient still contains that of an earlier step of this optimizer: nobody set it to zero."""
     foreign_norm: float | None

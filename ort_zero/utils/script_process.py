@@ -55,6 +55,8 @@ def command_line(
     """
     if not script.is_file():
         raise ConfigError(f"the script {script} does not exist")
+    if shutil.which(python) is None:
+        raise ConfigError(f"--python: there is no program {python}")
     if launcher is None:
         return [python, str(script), *arguments]
     try:

@@ -773,5 +773,76 @@ def encoder_and_decoder(folder):
     train_language(folder, tiny_models.t5(words=WORDS, hidden=32))
 
 
+@healthy
+def adapters_under_accumulation(folder):
+    model = Net()
+    model.requires_grad_(False)
+    model.middle.linear = LoRA(model.middle.linear)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    session = collect(model, folder)
+    for step, x, y in batches(24):
+        F.cross_entropy(model(x), y).backward()
+        if step % 8 == 7:
+            optimizer.step()
+            optimizer.zero_grad()
+    session.remove()
+
+
+@healthy
+def bias_before_batch_norm(folder):
+    model = Net(norm=True)
+    train(folder, model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+
+@healthy
+def long_warm_up_of_a_layer_norm(folder):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5, weight_decay=0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 10000))
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    train(folder, model, optimizer)
+
+
+@healthy
+def linear_regression(folder):
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, 0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    line = {"before": lambda step, x, y: (x[:, :1], 3 * x[:, :1] + 2), "loss_of": F.mse_loss}
+    train(folder, model, optimizer, **line)
+
+
+@healthy
+def baseline_before_training(folder):
+    model = Net(norm=True)
+
+    def evaluate(step, x, y):
+        if step == 0:
+            model.eval()
+            with torch.no_grad():
+                model(x)
+            model.train()
+
+    train(folder, model, before=evaluate)
+
+
+@healthy
+def target_made_between_forward_and_backward(folder):
+    model = Net(dropout=0.3)
+    inputs = []
+
+    def with_target(result, y):
+        if len(inputs) < 4:
+            return F.cross_entropy(result, y)
+        model.eval()
+        with torch.no_grad():
+            target = model(inputs[-1])
+        model.train()
+        return F.cross_entropy(result, y) + F.mse_loss(result, target)
+
+    train(folder, model, before=lambda step, x, y: inputs.append(x), loss_of=with_target)
+
+
 def loss_of_logits(result, y):
     return F.cross_entropy(result.logits, y)

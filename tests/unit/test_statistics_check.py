@@ -49,7 +49,7 @@ def test_the_command_prints_a_verdict(tmp_path, capsys):
     assert not content["healthy"] and content["findings"][0]["module"] == "middle"
     train(healthy, Net())
     assert cli.main(["stats", "check", str(healthy)]) == 0
-    assert "healthy: no rule finds anything wrong in 1 ranks, steps 0 to 7" in capsys.readouterr().out
+    assert "healthy: no rule finds anything wrong in 1 rank, steps 0 to 7" in capsys.readouterr().out
     assert cli.main(["stats", "check", str(tmp_path / "none")]) == 2
     assert "does not exist" in capsys.readouterr().err
 

@@ -113,6 +113,7 @@ def test_a_run_that_fails_is_named_with_its_last_lines(script, capsys):
         ((), "what should the second run change?"),
         (("--change", "zero_optimization"), "is not KEY=VALUE"),
         (("--against", "zero9"), "did you mean zero0?"),
+        (("--python", "/no/such/python"), "no program /no/such/python"),
     ],
 )
 def test_wrong_usage_is_one_line(script, words, answer, capsys):
@@ -122,3 +123,8 @@ def test_wrong_usage_is_one_line(script, words, answer, capsys):
         status = end.code
     (line,) = capsys.readouterr().err.splitlines()
     assert status == 2 and answer in line
+
+
+def test_another_config_of_a_script_without_deepspeed_is_an_error(script, capsys):
+    assert run(script, "--change", "zero_optimization.stage=0", "--steps", "2", "--", "2") == 2
+    assert "gives no config to DeepSpeed" in capsys.readouterr().err

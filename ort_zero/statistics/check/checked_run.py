@@ -32,7 +32,7 @@ class CheckedRun:
     @property
     def verdict(self) -> str:
         """The result in one sentence."""
-        seen = f"{self.run.world_size} ranks, {span(self.run.steps)}"
+        seen = f"{self.run.world_size} rank{'s' * (self.run.world_size > 1)}, {span(self.run.steps)}"
         if not self.findings:
             return f"healthy: no rule finds anything wrong in {seen}"
         first = self.findings[0]

@@ -50,7 +50,7 @@ CERTAIN: dict[str, tuple[str, str, str, str]] = {
         "the last update made it: lower the learning rate, clip gradients, look at the optimizer's epsilon",
     ),
     "nan in the forward": (
-        _NOT_FINITE, "forward", "it arises in this module, whose inputs and parameters are finite",
+        _NOT_FINITE, "forward", "it arises in this module, whose parameters are finite and whose inputs have no NaN",
         "look for a division by 0, a logarithm or root of 0 and below, or an overflow in this module",
     ),
     "overflow": (
@@ -79,7 +79,7 @@ CERTAIN: dict[str, tuple[str, str, str, str]] = {
     ),
     "idle optimizer": (
         _NO_UPDATE, "update", "the optimizer steps, and no tensor in it has a gradient",
-        f"give the optimizer the parameters that train: not frozen, not detached; {_OPTIMIZER_AFTER}",
+        f"call backward, and zero_grad() only after the step; give the optimizer what trains; {_OPTIMIZER_AFTER}",
     ),
     "other tensor": (_NO_UPDATE, "update", "the optimizer holds another tensor than the model", _OPTIMIZER_AFTER),
     "stale gradient": (
@@ -154,6 +154,10 @@ PERHAPS: dict[str, tuple[str, str, str, str]] = {
     "evaluates in train": (
         _MODE, "mode", "a forward without gradients runs in training mode, which may be meant",
         "call model.eval() before an evaluation",
+    ),
+    "baseline": (
+        _MODE, "mode", "the module evaluates with untrained statistics before training: it may be a baseline",
+        "run a forward in training mode first, or load trained statistics",
     ),
     "part in train": (
         _MODE, "mode", "the module is in training mode within a model in evaluation mode, which may be meant",

@@ -210,6 +210,8 @@ def _ratios(previous: Table, table: Table, parameters: list[int]) -> dict[str, f
         at = before.get((table.module[row], table.slot[row]))
         if at is None or len(table.shape[row]) < MIN_DIMENSIONS or previous.elements[at] != table.elements[row]:
             continue
+        if table.elements[row] < MIN_ELEMENTS:
+            continue
         size = float(previous.l2[at])
         if size > 0:
             ratios[_full(table, row)] = float(np.linalg.norm(table.sketch[row] - previous.sketch[at])) / size
@@ -239,7 +241,8 @@ def _arises(table: Table, row: int) -> bool:
         return True
     finite = max(abs(float(table.min[row])), abs(float(table.max[row])))
     alone = not np.isfinite(finite)
-    return (alone and table.kind[row] == "output") or finite >= LARGE.get(table.dtype[row], _LARGE)
+    entering = table.kind[row] == "input" and table.caller[row] < 0
+    return (alone and (table.kind[row] == "output" or entering)) or finite >= LARGE.get(table.dtype[row], _LARGE)
 
 
 def _place(table: Table, row: int) -> Place:

@@ -13,6 +13,7 @@ from itertools import combinations, pairwise
 
 from ort_zero.statistics.check.findings import Finding, found
 from ort_zero.statistics.check.history import History, StepRecord
+from ort_zero.statistics.facts import OptimizerStep
 
 Rule = Callable[[History], Iterator[Finding]]
 _FLOAT16_MAX = 65504.0
@@ -92,7 +93,8 @@ def dead_outputs(history: History, steps: int = 5) -> Iterator[Finding]:
             ("constant outputs", lambda each: each.constant),
         ):
             streak: Counter[str] = Counter()
-            for record in _training(records):
+            trained = _training(records)  # micro-batches without an update cannot revive a branch that begins at zero
+            for record in [record for record in trained if record.updates] or trained:
                 streak = Counter({name: streak[name] + 1 for name in names_of(record)})
                 yield from (found(rule, record, name) for name in sorted(streak) if streak[name] == steps)
 
@@ -157,18 +159,24 @@ def unchanged_parameters(history: History, updates: int = 3) -> Iterator[Finding
     for records in history.ranks:
         streak: Counter[str] = Counter()
         for record, following in pairwise(records):
-            moving = {
-                name
-                for update in record.updates
-                for name, norm in update.gradients.items()
-                if norm is not None and 0 < norm < math.inf and name not in update.resting
-            }
+            moving = {name for update in record.updates for name in _moving(update, record.precise)}
             same = {name for name in moving if _same_digest(record, following, name)}
             streak = Counter(
                 {name: streak[name] + (name in same) for name in {*streak, *same} if name not in moving - same}
             )
             for name in sorted(name for name in same if streak[name] == updates):
                 yield found("unchanged" if name in record.precise else "lost in rounding", record, name)
+
+
+def _moving(update: OptimizerStep, precise: frozenset[str], smallest: float = 1e-6) -> set[str]:
+    """Return the parameters that an update should change.
+
+    Threshold: 1e-6 of the largest gradient in float32. A smaller one is rounding: the exact gradient of a bias before
+    batch norm, or of attention's keys, is 0.
+    """
+    norms = {name: norm for name, norm in update.gradients.items() if norm is not None and norm < math.inf}
+    least = smallest * max(norms.values(), default=0.0)
+    return {name for name, norm in norms.items() if norm > (least if name in precise else 0.0)} - {*update.resting}
 
 
 def idle_optimizers(history: History, idle_steps: int = 2) -> Iterator[Finding]:
@@ -258,9 +266,11 @@ def modes(history: History) -> Iterator[Finding]:
         trained = False
         for record in records:
             facts = record.facts
-            yield from (found("unfitted", record, name) for name in facts.unfitted)
+            before = not (facts.gradients or trained) and bool(_training(records))
+            yield from (found("baseline" if before else "unfitted", record, name) for name in facts.unfitted)
             yield from (found("part in train", record, name) for name in facts.other_mode if not facts.training)
-            if facts.moded and record.trains and record.updates and not facts.training:
+            # a target computed between forward and backward gets neither, though both belong to the newest step
+            if facts.moded and facts.gradients and record.trains and record.updates and not facts.training:
                 yield found("trains in eval" if trained else "only in eval", record)
             if facts.moded and facts.training and not facts.gradients:
                 yield found("evaluates in train", record)

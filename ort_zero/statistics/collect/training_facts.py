@@ -28,6 +28,8 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _FITTED_COSINE = 0.9
 """Smallest cosine between the left vector of a spectral norm and what one power iteration makes of the right one."""
+_SMALL_RATE = 1e-6
+"""Learning rate below which an update of Adam may not change a weight near 1 in float32."""
 _optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """Number of each optimizer, in the order of first steps."""
 
@@ -143,10 +145,13 @@ def _observer(reference: weakref.ref[FactsCollector], with_closure: bool) -> Any
 
 
 def _resting(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return the tensors of an optimizer that a step may leave as they are. LBFGS may end before its last update."""
+    """Return the tensors of an optimizer that a step may leave as they are.
+
+    LBFGS may end before its last update. Small rates, of a warm-up or a schedule's end, are lost in float32.
+    """
     wanted = isinstance(optimizer, torch.optim.LBFGS)
-    groups = [group for group in optimizer.param_groups if wanted or not float(group.get("lr", 1.0))]
-    return [parameter for group in groups for parameter in group["params"]]
+    held = [(p, float(group.get("lr", 1.0))) for group in optimizer.param_groups for p in group["params"]]
+    return [p for p, rate in held if wanted or not rate or (rate < _SMALL_RATE and p.element_size() >= 4)]
 
 
 def _cleaned(named: Any) -> Any:
