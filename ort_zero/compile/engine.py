@@ -126,9 +126,9 @@ class CompileEngine(Engine[GraphRecord]):
         return [graph for graph in self._first_graphs() if graph.unit == unit_class and graph.direction != "loss"]
 
     def _first_graphs(self) -> list[GraphRecord]:
-        """Return the graphs in which units run before they are timed, and the products of heads."""
+        """Return the graphs in which units run before they are timed, products of heads, and a script's own graphs."""
         first = self.first_runner
-        return [graph for graph in self.graphs if graph.runner is first or graph.direction == "loss"]
+        return [graph for graph in self.graphs if graph.runner is first or graph.direction == "loss" or not graph.unit]
 
     def after_first_step(self, module: str) -> bool:
         """Choose what forwards keep, and warn if ONNX Runtime runs little of the model."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,8 @@ class Kept:
     """Fraction of the partitioner's budget that :meth:`fit` has found."""
     fitted: int = 0
     """Bytes that one forward keeps with that fraction."""
+    bytes_at: dict[float, int] = field(default_factory=dict)
+    """Bytes that one forward keeps, by the fractions that were tried."""
     joint: GraphModule | None = None
     """The graph of forward and backward, before it was divided; None without a backward."""
     inputs: Any = None
@@ -55,7 +57,7 @@ class Kept:
     def divided_at(self, fraction: float) -> tuple[GraphModule, GraphModule]:
         """Return forward and backward, divided for a fraction of the partitioner's budget."""
         assert self.joint is not None, "the graph has a backward"
-        return partition(copy.deepcopy(self.joint), self.inputs, fraction=fraction, **self.options)
+        return partition(_copied(self.joint), self.inputs, fraction=fraction, **self.options)
 
     def kept_by(self, forward: GraphModule) -> dict[Node, int]:
         """Return the bytes that a divided forward keeps, by node."""
@@ -67,7 +69,10 @@ class Kept:
         rest = [] if self.joint is None else list(_FRACTIONS)
         while self.fitted > share * self.size and rest:
             self.fraction = rest.pop(0)
-            self.fitted = sum(self.kept_by(self.divided_at(self.fraction)[0]).values())
+            if self.fraction not in self.bytes_at:
+                forward, _ = self.divided_at(self.fraction)
+                self.bytes_at[self.fraction] = sum(self.kept_by(forward).values())
+            self.fitted = self.bytes_at[self.fraction]
 
 
 class MemoryBudget:
@@ -90,6 +95,8 @@ class MemoryBudget:
         """Fraction of the partitioner's budget with which graphs are divided; with a budget, the smallest of them."""
         self.graphs: list[Kept] = []
         """The graphs of the first step."""
+        self._part = 1.0
+        """Part of the budget's share that each graph gets: below 1 where a graph must keep more than its share."""
         self.before: int | None = None
         """Bytes that one forward of the model's units keeps without recomputation; None before the first step."""
         self.after: int | None = None
@@ -115,10 +122,10 @@ class MemoryBudget:
         """Divide a joint graph into forward and backward, as AOTAutograd's ``partition_fn``."""
         fraction = self.fraction
         if kept is not None:
-            kept.joint, kept.inputs, kept.options = copy.deepcopy(joint), inputs, options
+            kept.joint, kept.inputs, kept.options = _copied(joint), inputs, options
             kept.values = kept.kept_by(kept.divided_at(1.0)[0])
             if (share := self._share()) is not None:
-                kept.fit(share)
+                kept.fit(share * self._part)
                 fraction = kept.fraction
             if self.before is not None:
                 kept.joint = None  # it was needed to fit
@@ -135,16 +142,17 @@ class MemoryBudget:
         self.before = sum(kept.forwards * kept.size for kept in self.graphs)
         share = self._share()
         assert share is not None, "the section asks for a budget"
-        if isinstance(self._limit, int):
-            for kept in self.graphs:
-                kept.fit(share)
+        self._part = _fit_together(self.graphs, share)
         self.fraction, self.after = _together(self.graphs)
         if self.after > share * self.before:
             log.get_logger().warning(
                 "memory.budget %s is below what the units keep if they compute all again: %s of %s",
                 self.budget, binary_size(self.after), binary_size(self.before),
             )  # fmt: skip
-        must_compile_again = isinstance(self._limit, int) and any(kept.fraction > _LEAST for kept in self.graphs)
+        is_new = isinstance(self._limit, int) or self._part < 1
+        must_compile_again = is_new and any(kept.fraction > _LEAST for kept in self.graphs)
+        for kept in self.graphs:
+            kept.joint = kept.inputs = None  # what runs the graph holds this object
         self.graphs.clear()
         return must_compile_again
 
@@ -156,8 +164,7 @@ class MemoryBudget:
         """
         before = sum(kept.forwards * kept.size for kept in self.graphs)
         share = _share_of(_parsed(budget), before)
-        for kept in self.graphs:
-            kept.fit(share)
+        _fit_together(self.graphs, share)
         fraction, after = _together(self.graphs)
         modules: dict[tuple[str, str], dict[str, Any]] = {}
         total = 0
@@ -204,10 +211,26 @@ class MemoryBudget:
         }
 
 
+def _copied(module: GraphModule) -> GraphModule:
+    """Return a copy of a graph with the same constants: tensors cannot be copied while AOTAutograd traces."""
+    return GraphModule(module, copy.deepcopy(module.graph))
+
+
 def _together(graphs: Iterable[Kept]) -> tuple[float, int]:
     """Return the smallest fraction of graphs that keep something, and the bytes that all forwards of a step keep."""
     running = [kept for kept in graphs if kept.forwards and kept.size]
     return min((kept.fraction for kept in running), default=1.0), sum(kept.forwards * kept.fitted for kept in running)
+
+
+def _fit_together(graphs: Sequence[Kept], share: float) -> float:
+    """Fit graphs so that all together keep a share at most, if they can; return the part of it that each gets."""
+    most = share * sum(kept.forwards * kept.size for kept in graphs)
+    for part in (1 - number / 20 for number in range(21)):
+        for kept in graphs:
+            kept.fit(share * part)
+        if _together(graphs)[1] <= most:
+            break
+    return part
 
 
 def _share_of(limit: float | int, before: int) -> float:

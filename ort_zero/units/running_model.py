@@ -248,8 +248,8 @@ class EngineRunner(UnitRunner):
         if key not in model.trials:
             model.trials[key] = UnitTrial(key, agreement(), runners, clock_of(device), engine.slowdown)
         trial = self._unit.trial = model.trials[key]
-        for runner in engine.lost(unit_class):
-            trial.leave_out(runner)
+        for runner, reason in engine.lost(unit_class).items():
+            trial.leave_out(runner, reason)
         if trial.runner is not None and trial.runner is not runners[0]:
             engine.say_runs(trial.runner, unit_class, f"{unit_class} {self._unit.path} and its equals", trial.reason)
             trials = [each.trial for each in model.units if each.unit_class == unit_class]

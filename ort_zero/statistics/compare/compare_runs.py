@@ -65,6 +65,11 @@ def compare_runs(
     """Compare two open runs; for the arguments see :func:`compare`."""
     steps = common_steps(a, b)
     notes = [*a.notes, *b.notes, *notes_on_runs(a, b, steps)]
+    if a.info.world_size != b.info.world_size:
+        notes.append(
+            f"the runs have {a.info.world_size} and {b.info.world_size} ranks: parameters, and their gradients "
+            "averaged over the ranks, are compared"
+        )
     runs = [a, b]
     if reference is not None:
         notes += notes_on_reference(a, reference, steps)

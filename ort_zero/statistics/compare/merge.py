@@ -77,9 +77,11 @@ def merge_activation_summary(
                 (folder / f"rank_{rank}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise StatisticsError(f"cannot write {output}: {error.strerror or error}") from error
+    lone = {run.info.path: set(run.ranks) - set(ranks) for run in runs}
+    notes = [f"ranks that only {path} has are left out: {number_list(sorted(r))}" for path, r in lone.items() if r]
     return MergeReport(
         output_dir=str(output), steps=steps, ranks=ranks, records=records, only_pt=only_pt, only_ort=only_ort,
-        notes=[*a.notes, *b.notes, *notes_on_runs(a, b, steps)],
+        notes=[*a.notes, *b.notes, *notes_on_runs(a, b, steps), *notes],
     )  # fmt: skip
 
 

@@ -50,16 +50,11 @@ def _model_difference(a: Run, b: Run) -> str:
 
 
 def notes_on_runs(a: Run, b: Run, steps: Sequence[int]) -> list[str]:
-    """Return notes on steps that only one run has, and on different numbers of ranks and dtypes."""
+    """Return notes on steps that only one run has, and on different dtypes."""
     notes = []
     for run in (a, b):
         if rest := set(run.info.steps) - set(steps):
             notes.append(f"steps that only {run.info.path} has are left out: {number_list(sorted(rest))}")
-    if a.info.world_size != b.info.world_size:
-        notes.append(
-            f"the runs have {a.info.world_size} and {b.info.world_size} ranks: parameters, and their gradients "
-            "averaged over the ranks, are compared"
-        )
     if a.info.dtype != b.info.dtype:
         notes.append(f"the runs have dtypes {a.info.dtype} and {b.info.dtype}: tolerances follow the coarser dtype")
     return notes

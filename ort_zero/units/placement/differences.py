@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -44,17 +45,41 @@ def moved(value: Any, factor: int) -> Any:
 def in_float64(module: GraphModule) -> GraphModule:
     """Return a graph with float64 in place of the floating-point dtypes that its calls name.
 
-    Run on inputs of float64, the graph is the judge between two computations in less.
+    Run on inputs of float64, the graph is the judge between two computations in less. Random numbers are drawn in their
+    own dtype, since others would be drawn in float64; they and constants are widened then.
     """
     graph = Graph()
     copies: dict[Node, Node] = {}
+    drawn: set[Node] = set()
     for node in module.graph.nodes:
+        is_drawn = _is_random(node) or (node.target is operator.getitem and node.args[0] in drawn)
+        if is_drawn or node.op == "get_attr":
+            copies[node] = graph.node_copy(node, lambda each: _cast(graph, copies[each], each, _dtype_of(each)))
+            copies[node] = _cast(graph, copies[node], node, torch.float64)
+            drawn.update([node] if is_drawn else [])
+            continue
         copies[node] = graph.node_copy(node, copies.__getitem__)
         for holder in ("args", "kwargs"):
             setattr(copies[node], holder, map_aggregate(getattr(copies[node], holder), _wider))
         if node.op == "call_method" and node.target == "float":
             copies[node].target = "double"
     return GraphModule(module, graph)
+
+
+def _is_random(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "rng_state" in str(node.target)
+
+
+def _dtype_of(node: Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
+
+
+def _cast(graph: Graph, copied: Node, node: Node, dtype: torch.dtype | None) -> Node:
+    """Return a copied node, in a dtype where the value is a tensor of floats."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return copied
+    return graph.call_function(torch.ops.prims.convert_element_type.default, (copied, dtype))
 
 
 def _wider(argument: Any) -> Any:

@@ -58,26 +58,35 @@ class UnitTrial:
         self.runner: Runner | None = decided[0] if decided is not None else None
         """What runs the units from now on, ``TORCH`` by their own forwards; None until that is decided."""
         self._gain = decided[1] if decided is not None else None
+        self._untimed = "its calls cannot be timed"
+        """Why the runner was chosen without a time."""
+        if self.runner is None and len(self._runners) == 1:
+            (self.runner,) = self._runners
 
     @property
     def reason(self) -> str:
         """Why the runner runs the units."""
+        if self._gain is None:
+            return self._untimed
         than = "compiled" if self.runner is Runner.TORCH else "by the next one"
-        return f"a forward and a backward take {1e3 * abs(self._gain or 0):.2f} ms less than {than}"
+        return f"a forward and a backward take {1e3 * abs(self._gain):.2f} ms less than {than}"
 
     @property
     def milliseconds(self) -> dict[str, float]:
         """The shortest forward and backward by each runner that was timed here."""
         return {runner.value: 1e3 * min(seconds) for runner, seconds in self._times.items() if seconds}
 
-    def leave_out(self, runner: Runner) -> None:
+    def leave_out(self, runner: Runner, reason: str) -> None:
         """Have a runner run the units no more, on this rank: it fails, or cannot win."""
+        before = self.runner
         if runner in self._runners:
             self._runners.remove(runner)
         if self.runner is runner:
             self.runner = Runner.TORCH
         elif self.runner is None and len(self._runners) == 1:
             (self.runner,) = self._runners
+        if self.runner is not before:
+            self._gain, self._untimed = None, f"{runner.title} is left out: {reason}"
 
     def turn(self) -> Runner:
         """Return the runner of the next call; each form of a layer has its turn, however many layers there are."""
@@ -121,8 +130,10 @@ class UnitTrial:
 
     def _add(self, runner: Runner, seconds: float) -> None:
         self._times[runner].append(seconds)
+        if self.runner is not None:
+            return
         runs = min(len(self._times[each]) for each in self._runners)
-        if self.runner is not None or runs < _FIRST_RUNS:
+        if runs < _FIRST_RUNS:
             return
         least = {each: min(self._times[each]) for each in self._runners}
         near = [each for each, shortest in least.items() if shortest <= _FAR * min(least.values())]

@@ -123,13 +123,18 @@ def test_a_form_that_is_slower_by_far_is_left_out_early():
 
 def test_a_runner_that_fails_is_left_out():
     trial = UnitTrial("unit", Agreement(), THREE)
-    trial.leave_out(Runner.INDUCTOR)
+    trial.leave_out(Runner.INDUCTOR, "it failed")
     assert {trial.turn() for _ in range(20)} == {Runner.ONNXRUNTIME, Runner.TORCH} and trial.runner is None
-    trial.leave_out(Runner.ONNXRUNTIME)
+    x = torch.ones(3, requires_grad=True)
+    waiting = trial.run(Runner.TORCH, lambda unit, x: x * 2, nn.Identity(), (x + 1,), {})
+    trial.leave_out(Runner.ONNXRUNTIME, "it saves too little")
     assert trial.runner is Runner.TORCH, "nothing else is left"
+    assert trial.reason == "ONNX Runtime is left out: it saves too little"
+    waiting.sum().backward()
     trial, _ = decided({runner: (1.0, 2.0 if runner is Runner.INDUCTOR else 2.5) for runner in THREE})
-    trial.leave_out(Runner.INDUCTOR)
-    assert trial.runner is Runner.TORCH, "its graphs failed later"
+    trial.leave_out(Runner.INDUCTOR, "its graphs failed")
+    assert trial.runner is Runner.TORCH
+    assert UnitTrial("unit", Agreement(), [Runner.ONNXRUNTIME]).runner is Runner.ONNXRUNTIME, "it is the only one"
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 12])
