@@ -22,6 +22,7 @@ import ort_zero
 from ort_zero.cli.explain import lines_of
 from ort_zero.compat import inductor
 from ort_zero.plugin.explained_script import explanation
+from ort_zero.units.placement.agreement import agreement
 from ort_zero.units.running_model import _models
 
 GPT2 = dict(words=97, hidden=32, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, attn_implementation="eager")
@@ -44,9 +45,13 @@ def inductor_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep decisions in a folder of this test's own: what an earlier one has decided is not timed again."""
     monkeypatch.setenv("ORT_ZERO_CACHE_DIR", str(tmp_path))
+    agreement.cache_clear()
     torch._dynamo.reset()
+    yield
+    agreement.cache_clear()
 
 
 @pytest.fixture
