@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from ort_zero.cli import print_json
+from ort_zero.cli import print_result
 from ort_zero.cli.stats_check import add_check
 from ort_zero.cli.stats_run import add_run
 from ort_zero.cli.stats_texts import as_json, text_of
@@ -81,7 +81,7 @@ def _merge(args: argparse.Namespace) -> int:
     from ort_zero.statistics.compare.merge import merge_activation_summary
 
     report = merge_activation_summary(args.pt_dir, args.ort_dir, args.output_dir)
-    print_json(dataclasses.asdict(report)) if args.json else print(text_of_merge(report))
+    print_result(args, dataclasses.asdict(report), text_of_merge(report))
     return 0
 
 
@@ -95,7 +95,7 @@ def _compare(args: argparse.Namespace) -> int:
     comparison = compare(args.a, args.b, rtol=args.rtol, reference=args.reference, progress=not args.json)
     if args.html:
         write_report(comparison, args.html)
-    print_json(as_json(comparison, args.html)) if args.json else print(text_of(comparison, args.html))
+    print_result(args, as_json(comparison, args.html), text_of(comparison, args.html))
     return 0 if comparison.verdict.same else 1
 
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ort_zero.cli import print_json
+from ort_zero.cli import print_result
 from ort_zero.utils import tables
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ def _check(args: argparse.Namespace) -> int:
     checked = check(args.run_folder, progress=not args.json)
     if args.html:
         write_check(checked, args.html)
-    print_json(as_json(checked, args.html)) if args.json else print(text_of(checked, args.html))
+    print_result(args, as_json(checked, args.html), text_of(checked, args.html))
     return 1 if checked.findings else 0
 
 
 def as_json(checked: CheckedRun, html: str | None = None) -> dict[str, Any]:
-    """Return a checked run as plain values."""
+    """Return verdict, findings and hints of a run as the object that ``--json`` prints."""
     return {"healthy": not checked.findings, "verdict": checked.verdict, **dataclasses.asdict(checked), "html": html}
 
 

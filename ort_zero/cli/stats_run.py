@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ort_zero import env
-from ort_zero.cli import print_json
+from ort_zero.cli import print_result
 from ort_zero.cli.script_options import add_script, positive, script_progress
 from ort_zero.cli.stats_texts import as_json, text_of
 from ort_zero.errors import ConfigError
@@ -55,7 +55,7 @@ AGAINST = {
     "eager": Change(config=_WITHOUT_SECTION, environment={"TORCHDYNAMO_DISABLE": "1"}),
     "one-rank": Change(ranks=1),
 }
-"""The changes with names."""
+"""The changes that ``--against`` offers, by the option's value."""
 
 
 def add_run(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -150,11 +150,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.html:
         write_report(comparison, args.html)
     logs = {name: str(output / f"{name}.log") for name in runs}
-    if args.json:
-        print_json({"change": str(change), "logs": logs, **as_json(comparison, args.html)})
-    else:
-        print(text_of(comparison, args.html))
-        print("\n".join(f"{name} ran {words}: {logs[name]}" for name, (words, _) in runs.items()))
+    lines = [f"{name} ran {words}: {logs[name]}" for name, (words, _) in runs.items()]
+    fields = {"change": str(change), "logs": logs, **as_json(comparison, args.html)}
+    print_result(args, fields, "\n".join([text_of(comparison, args.html), *lines]))
     return 0 if comparison.verdict.same else 1
 
 

@@ -10,8 +10,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
+
+from ort_zero.compat.torch_graphs import is_random
 
 _OPTIONS = {"fallback_random": True}
 """Random numbers are PyTorch's own, in the order of the graph."""
@@ -42,17 +43,13 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
     with config.patch(_OPTIONS):
         table = select_decomp_table()
-    return {
-        target: function
-        for target, function in table.items()
-        if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ())
-    }
+    return {target: function for target, function in table.items() if not is_random(target)}
 
 
 def compile_graph(
     module: GraphModule, inputs: Sequence[Any], direction: str, returned: int | None
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Return Inductor's code of a graph of AOTAutograd; it takes a list of the graph's inputs, and empties the list.
+    """Compile a graph of AOTAutograd by Inductor; the function that is returned empties the list of its inputs.
 
     Args:
         module: the graph, which Inductor changes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,9 +46,18 @@ def name_of(operator: Any) -> str:
     return operator._schema.name.partition("::")[2]
 
 
-def is_random(operator: Any) -> bool:
-    """Return True for an operator that draws from torch's generator."""
-    return torch.Tag.nondeterministic_seeded in operator.tags
+_DRAWN_AGAIN = ("run_and_save_rng_state", "run_with_rng_state")
+"""The calls in which a region of activation checkpointing draws, and draws the same again in the backward."""
+
+
+def is_random(target: Any) -> bool:
+    """Return True for the target of a call that draws from torch's generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) or str(target) in _DRAWN_AGAIN
+
+
+def copied(module: GraphModule) -> GraphModule:
+    """Return a copy of a graph with the same constants: tensors cannot be copied while AOTAutograd traces."""
+    return GraphModule(module, copy.deepcopy(module.graph))
 
 
 def line_of(node: Node) -> str:

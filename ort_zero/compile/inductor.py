@@ -6,7 +6,6 @@ with the same calls in PyTorch. A graph that Inductor cannot compile, or compute
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import re
@@ -20,7 +19,7 @@ from torch.fx import GraphModule, Node
 from ort_zero import log
 from ort_zero.compat import inductor
 from ort_zero.compat.torch_compile import OpOverload
-from ort_zero.compat.torch_graphs import SizeReader
+from ort_zero.compat.torch_graphs import SizeReader, copied, is_random
 from ort_zero.compile.dynamo_backend import Compiled, Compiler, GraphHalves, device_of, prepare
 from ort_zero.compile.executor import program_of
 from ort_zero.compile.flops import flops_of
@@ -56,7 +55,7 @@ class InductorCompiler(Compiler):
         prepare(module, direction)
         fakes = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
         symbols = SizeReader(fakes)
-        plain = GraphModule(module, copy.deepcopy(module.graph))  # Inductor changes the module
+        plain = copied(module)  # Inductor changes the module
         calls = [node for node in plain.graph.nodes if node.op == "call_function"]
         key = _key(plain, fakes, self._exclude)
         verify = self.settings.verify
@@ -92,8 +91,6 @@ class InductorCompiler(Compiler):
         return self._counted(program, direction, halves.kept if direction == "forward" else None)
 
 
-_DRAWN_AGAIN = ("run_and_save_rng_state", "run_with_rng_state")
-"""The calls in which a region of activation checkpointing draws, and draws the same again in the backward."""
 _trials: dict[tuple[str, str], Trial] = {}
 """The trial of each unique graph of this process."""
 
@@ -110,14 +107,10 @@ def _refuse(calls: Sequence[Node], exclude: tuple[str, ...]) -> None:
     for node in calls:
         if exclude and is_below(node, exclude):
             raise ExportError("it has an excluded module, which PyTorch runs")
-        if is_ordered(node) and not _is_random(node):
+        if is_ordered(node) and not is_random(node.target):
             of_ours = isinstance(node.target, OpOverload) and node.target.namespace == "ort_zero"
             if not of_ours or observing.is_observation(node):
                 raise ExportError(f"{node.target} may have effects")
-
-
-def _is_random(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or str(node.target) in _DRAWN_AGAIN
 
 
 class _Graph:
@@ -144,7 +137,7 @@ class _Graph:
         self._symbols, self._returned, self._halves = symbols, returned, halves
         self._seen: set[Any] = set()
         """The combinations of sizes of earlier runs."""
-        self._draws_on = device if any(map(_is_random, plain.graph.nodes)) else None
+        self._draws_on = device if any(is_random(node.target) for node in plain.graph.nodes) else None
 
     @functools.cached_property
     def _by_torch(self) -> Callable[[list[Any]], Sequence[Any]]:

@@ -8,7 +8,6 @@ on. Of bytes the share is known after the first step, in which all is computed a
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from ort_zero import env, log
+from ort_zero.compat.torch_graphs import copied
 from ort_zero.compile.flops import flops_of
 from ort_zero.compile.partition import computed_again, kept_by, partition
 from ort_zero.errors import ConfigError
@@ -57,14 +57,17 @@ class Kept:
     def divided_at(self, fraction: float) -> tuple[GraphModule, GraphModule]:
         """Return forward and backward, divided for a fraction of the partitioner's budget."""
         assert self.joint is not None, "the graph has a backward"
-        return partition(_copied(self.joint), self.inputs, fraction=fraction, **self.options)
+        return partition(copied(self.joint), self.inputs, fraction=fraction, **self.options)
 
     def kept_by(self, forward: GraphModule) -> dict[Node, int]:
         """Return the bytes that a divided forward keeps, by node."""
         return kept_by(forward, self.options["num_fwd_outputs"])
 
     def fit(self, share: float) -> None:
-        """Find the largest fraction with which one forward keeps at most a share of :attr:`size`, or else the least."""
+        """Choose how much of the graph the backward computes again, so that a forward keeps at most a share of it.
+
+        The fraction is the largest one that does, or else the smallest of all.
+        """
         self.fraction, self.fitted = 1.0, self.size
         rest = [] if self.joint is None else list(_FRACTIONS)
         while self.fitted > share * self.size and rest:
@@ -122,7 +125,7 @@ class MemoryBudget:
         """Divide a joint graph into forward and backward, as AOTAutograd's ``partition_fn``."""
         fraction = self.fraction
         if kept is not None:
-            kept.joint, kept.inputs, kept.options = _copied(joint), inputs, options
+            kept.joint, kept.inputs, kept.options = copied(joint), inputs, options
             kept.values = kept.kept_by(kept.divided_at(1.0)[0])
             if (share := self._share()) is not None:
                 kept.fit(share * self._part)
@@ -209,11 +212,6 @@ class MemoryBudget:
             "kept": self.after,
             "fraction": self.fraction,
         }
-
-
-def _copied(module: GraphModule) -> GraphModule:
-    """Return a copy of a graph with the same constants: tensors cannot be copied while AOTAutograd traces."""
-    return GraphModule(module, copy.deepcopy(module.graph))
 
 
 def _together(graphs: Iterable[Kept]) -> tuple[float, int]:

@@ -70,7 +70,7 @@ def _collect(model: Any, asked: dict[str, Any]) -> None:
 
 
 def _disabled(init: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor of ``torch.autocast`` with ``enabled=False``, whatever the script says."""
+    """Return a constructor for ``torch.autocast`` that always makes a disabled one."""
     signature = inspect.signature(init)
 
     @functools.wraps(init)

@@ -84,6 +84,15 @@ class Table:
     def __len__(self) -> int:
         return len(self.module)
 
+    def full_name(self, row: int) -> str:
+        """Return the name of a parameter, from the path of its module and its own name."""
+        return ".".join(filter(None, (self.module[row], self.slot[row])))
+
+    def batch_rows(self) -> list[int]:
+        """Return the numbers of the rows of tensors that enter the model."""
+        entering = (self.phase == Phase.FORWARD) & (self.call == 0) & (self.source < 0)
+        return [row for row in np.flatnonzero(entering).tolist() if self.kind[row] == "input"]
+
     def raw(self, at: np.ndarray) -> np.ndarray:
         """Return the statistics of the rows with the numbers `at`, float64 [len(at), :data:`~.rows.WIDTH`]."""
         raw = np.empty((len(at), WIDTH))

@@ -109,6 +109,15 @@ def train(folder: Path, model: nn.Module, optimizer=None, after=None, before=Non
     session.remove()
 
 
+def evaluated(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return a model's result in evaluation mode without gradients; the model trains again afterwards."""
+    model.eval()
+    with torch.no_grad():
+        result = model(x)
+    model.train()
+    return result
+
+
 def train_language(folder: Path, model: nn.Module, optimizer=None, before=None, steps: int = STEPS):
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
     session = collect(model, folder)
@@ -503,10 +512,7 @@ def dropout_and_batch_norm_with_evaluations(folder):
 
     def evaluate(step, x, y):
         if step % 3 == 2:
-            model.eval()
-            with torch.no_grad():
-                model(x)
-            model.train()
+            evaluated(model, x)
 
     train(folder, model, before=evaluate)
 
@@ -564,12 +570,16 @@ class LoRA(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-@healthy
-def low_rank_adapters(folder):
+def with_adapter() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = Net()
     model.requires_grad_(False)
     model.middle.linear = LoRA(model.middle.linear)
-    train(folder, model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+@healthy
+def low_rank_adapters(folder):
+    train(folder, *with_adapter())
 
 
 @healthy
@@ -775,10 +785,7 @@ def encoder_and_decoder(folder):
 
 @healthy
 def adapters_under_accumulation(folder):
-    model = Net()
-    model.requires_grad_(False)
-    model.middle.linear = LoRA(model.middle.linear)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model, optimizer = with_adapter()
     session = collect(model, folder)
     for step, x, y in batches(24):
         F.cross_entropy(model(x), y).backward()
@@ -819,10 +826,7 @@ def baseline_before_training(folder):
 
     def evaluate(step, x, y):
         if step == 0:
-            model.eval()
-            with torch.no_grad():
-                model(x)
-            model.train()
+            evaluated(model, x)
 
     train(folder, model, before=evaluate)
 
@@ -835,10 +839,7 @@ def target_made_between_forward_and_backward(folder):
     def with_target(result, y):
         if len(inputs) < 4:
             return F.cross_entropy(result, y)
-        model.eval()
-        with torch.no_grad():
-            target = model(inputs[-1])
-        model.train()
+        target = evaluated(model, inputs[-1])
         return F.cross_entropy(result, y) + F.mse_loss(result, target)
 
     train(folder, model, before=lambda step, x, y: inputs.append(x), loss_of=with_target)

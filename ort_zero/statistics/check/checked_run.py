@@ -23,9 +23,9 @@ class CheckedRun:
 
     run: RunInfo
     findings: Sequence[Finding]
-    """What is wrong for certain, in the order of steps."""
+    """Findings that make the run unhealthy, in the order of steps."""
     hints: Sequence[Finding]
-    """What may be meant so."""
+    """Findings that may be as the user wants them; they leave the run healthy."""
     notes: Sequence[str]
     """What was not recorded, and what was left out."""
 

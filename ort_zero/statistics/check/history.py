@@ -20,7 +20,8 @@ FLOATS = ("float", "bfloat")
 IGNORED = -100
 """Label that PyTorch's and transformers' losses ignore."""
 MIN_ELEMENTS = 64
-"""Smallest output that counts as dead or constant: a few values are equal by chance, or on purpose."""
+"""Smallest output that counts as dead or constant, and smallest matrix whose updates count: a few values are equal, or
+near zero, by chance or on purpose."""
 MIN_DIMENSIONS = 2
 """Dimensions of parameters whose updates are compared with their size: vectors often begin near zero on purpose."""
 LARGE = {"float16": 1e3}
@@ -123,7 +124,7 @@ def record_of(table: Table, rank: int, previous: Table | None) -> StepRecord:
     gradients = np.flatnonzero(table.phase == Phase.PARAMETER_GRADIENT).tolist()
     floating = np.array([dtype.startswith(FLOATS) for dtype in table.dtype], bool)
     outputs = np.array([kind == "output" for kind in table.kind], bool) & (table.source < 0) & floating
-    root = [row for row in np.flatnonzero((table.phase == Phase.FORWARD) & (table.call == 0)).tolist()]
+    root = np.flatnonzero((table.phase == Phase.FORWARD) & (table.call == 0)).tolist()
     measured = _measured_rows(table)
     entering = [(row, measured[row]) for row in root if table.kind[row] == "input"]
     leaving = [measured[row] for row in root if table.kind[row] == "output"]
@@ -133,10 +134,10 @@ def record_of(table: Table, rank: int, previous: Table | None) -> StepRecord:
         step=table.step,
         rank=rank,
         facts=decode(table.facts) if table.facts else Facts(),
-        partitioned=frozenset(_full(table, row) for row in parameters if table.partitioned[row]),
-        shapes={_full(table, row): table.shape[row] for row in parameters},
+        partitioned=frozenset(table.full_name(row) for row in parameters if table.partitioned[row]),
+        shapes={table.full_name(row): table.shape[row] for row in parameters},
         precise=frozenset(
-            _full(table, row)
+            table.full_name(row)
             for row in parameters
             if table.elements[row] >= FIRST and table.dtype[row] in ("float32", "float64")
         ),
@@ -148,15 +149,12 @@ def record_of(table: Table, rank: int, previous: Table | None) -> StepRecord:
         zero=zero,
         constant=constant,
         gradients={
-            _full(table, row): np.inf if table.nan[row] or table.inf[row] else float(table.l2[row]) for row in gradients
+            table.full_name(row): np.inf if table.nan[row] or table.inf[row] else float(table.l2[row])
+            for row in gradients
         },
         ratios=_ratios(previous, table, parameters) if previous is not None else {},
         largest=float(np.nanmax(finite)),
     )
-
-
-def _full(table: Table, row: int) -> str:
-    return ".".join(filter(None, (table.module[row], table.slot[row])))
 
 
 def _measured_rows(table: Table) -> dict[int, int]:
@@ -208,13 +206,12 @@ def _ratios(previous: Table, table: Table, parameters: list[int]) -> dict[str, f
     ratios = {}
     for row in parameters:
         at = before.get((table.module[row], table.slot[row]))
-        if at is None or len(table.shape[row]) < MIN_DIMENSIONS or previous.elements[at] != table.elements[row]:
-            continue
-        if table.elements[row] < MIN_ELEMENTS:
+        is_matrix = len(table.shape[row]) >= MIN_DIMENSIONS and table.elements[row] >= MIN_ELEMENTS
+        if at is None or not is_matrix or previous.elements[at] != table.elements[row]:
             continue
         size = float(previous.l2[at])
         if size > 0:
-            ratios[_full(table, row)] = float(np.linalg.norm(table.sketch[row] - previous.sketch[at])) / size
+            ratios[table.full_name(row)] = float(np.linalg.norm(table.sketch[row] - previous.sketch[at])) / size
     return ratios
 
 
@@ -250,7 +247,7 @@ def _place(table: Table, row: int) -> Place:
     module, tensor = module_name(table.module[row], int(table.occurrence[row])), tensor_name(kind, table.slot[row])
     direction = {Phase.PARAMETER: "parameter", Phase.FORWARD: "forward"}.get(phase, "backward")
     if kind == "parameter":
-        module = _full(table, row)
+        module = table.full_name(row)
     if phase == Phase.FORWARD and kind == "input":
         # an input that no module has put out: the batch, or the code of the module around
         direction = "input" if table.caller[row] < 0 else direction

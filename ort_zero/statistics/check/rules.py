@@ -263,11 +263,11 @@ def modes(history: History) -> Iterator[Finding]:
     or samples with dropout, may want it.
     """
     for records in history.ranks:
-        trained = False
+        trained, trains_later = False, bool(_training(records))
         for record in records:
             facts = record.facts
-            before = not (facts.gradients or trained) and bool(_training(records))
-            yield from (found("baseline" if before else "unfitted", record, name) for name in facts.unfitted)
+            is_baseline = trains_later and not (facts.gradients or trained)
+            yield from (found("baseline" if is_baseline else "unfitted", record, name) for name in facts.unfitted)
             yield from (found("part in train", record, name) for name in facts.other_mode if not facts.training)
             # a target computed between forward and backward gets neither, though both belong to the newest step
             if facts.moded and facts.gradients and record.trains and record.updates and not facts.training:

@@ -79,9 +79,7 @@ class FactsCollector:
             gradients=torch.is_grad_enabled(),
             moded=bool(moded),
             other_mode=[path for path, module in moded if module.training != model.training],
-            unfitted=[
-                clean_path(p) for p, module in model.named_modules() if not module.training and _unfitted(module)
-            ],
+            unfitted=[path for path, module in modules if not module.training and _unfitted(module)],
             random=_random_states(),
             updates=self._updates,
             **facts,

@@ -73,7 +73,7 @@ class Beginnings:
 def _kinds_of_parameters(table: Table) -> dict[str, str]:
     """Return the dtypes of whole parameters: parts, and values of other dtypes, have other digests."""
     rows = np.flatnonzero((table.phase == Phase.PARAMETER) & ~table.partitioned).tolist()
-    return {".".join(filter(None, (table.module[row], table.slot[row]))): table.dtype[row] for row in rows}
+    return {table.full_name(row): table.dtype[row] for row in rows}
 
 
 def _other_batch(a: Table, b: Table) -> bool:
@@ -84,9 +84,9 @@ def _other_batch(a: Table, b: Table) -> bool:
 
 
 def _inputs(table: Table) -> dict[str, tuple]:
-    rows = np.flatnonzero((table.phase == Phase.FORWARD) & (table.call == 0) & (table.source < 0)).tolist()
-    entering = [row for row in rows if table.kind[row] == "input"]
-    return {table.slot[row]: (table.dtype[row], table.shape[row], table.sketch[row].tobytes()) for row in entering}
+    return {
+        table.slot[row]: (table.dtype[row], table.shape[row], table.sketch[row].tobytes()) for row in table.batch_rows()
+    }
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any], above: str = "") -> Iterator[str]:

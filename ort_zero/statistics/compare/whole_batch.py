@@ -35,8 +35,7 @@ def whole_batches(runs: Sequence[Sequence[Table]]) -> list[list[Table]]:
 
 
 def _size_of_batch(table: Table) -> int:
-    entering = (table.phase == Phase.FORWARD) & (table.call == 0) & (table.source < 0)
-    return int(sum(table.elements[row] for row in np.flatnonzero(entering).tolist() if table.kind[row] == "input"))
+    return int(sum(table.elements[row] for row in table.batch_rows()))
 
 
 def _of_all_ranks(tables: Sequence[Table]) -> Table:

@@ -12,6 +12,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from ort_zero.compat.torch_graphs import is_random
+
 Outputs = Sequence[torch.Tensor]
 Judges = Callable[[], tuple[Outputs, Iterable[Outputs]]]
 """Returns a segment's results in float64, and the results of PyTorch's runs with inputs changed by a few roundings.
@@ -52,7 +54,7 @@ def in_float64(module: GraphModule) -> GraphModule:
     copies: dict[Node, Node] = {}
     drawn: set[Node] = set()
     for node in module.graph.nodes:
-        is_drawn = _is_random(node) or (node.target is operator.getitem and node.args[0] in drawn)
+        is_drawn = is_random(node.target) or (node.target is operator.getitem and node.args[0] in drawn)
         if is_drawn or node.op == "get_attr":
             copies[node] = graph.node_copy(node, lambda each: _cast(graph, copies[each], each, _dtype_of(each)))
             copies[node] = _cast(graph, copies[node], node, torch.float64)
@@ -64,10 +66,6 @@ def in_float64(module: GraphModule) -> GraphModule:
         if node.op == "call_method" and node.target == "float":
             copies[node].target = "double"
     return GraphModule(module, graph)
-
-
-def _is_random(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "rng_state" in str(node.target)
 
 
 def _dtype_of(node: Node) -> torch.dtype | None:

@@ -68,7 +68,7 @@ class Trial:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the candidate runs the segment without further checks."""
+        """Whether the compiled form runs the segment, and only samples of its runs are checked."""
         return self.runner is self.candidate and self.verify != "always"
 
     def run(
