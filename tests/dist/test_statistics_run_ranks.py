@@ -49,7 +49,8 @@ def eager():
 
 told = dict(stage=engine.zero_optimization_stage(), dtype=str(dtype), ranks=torch.distributed.get_world_size(),
             eager=eager(), batch=engine.train_batch_size())
-print("told", json.dumps(told), flush=True)
+if torch.distributed.get_rank() == 0:  # two ranks would write into one line
+    print("told", json.dumps(told), flush=True)
 for x, y in loader:
     engine.backward(engine(x.to(dtype), y))
     engine.step()
