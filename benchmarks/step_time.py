@@ -28,7 +28,7 @@ from torch.distributed import TCPStore
 from training_models import MODELS, batch, build
 
 import ort_zero
-from ort_zero.units import registry
+from ort_zero.runtimes import registry
 
 SIZES = {
     "4x256": {"layers": 4, "hidden": 256},

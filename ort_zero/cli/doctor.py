@@ -16,8 +16,8 @@ from ort_zero.utils.masking import masked, without_folders
 from ort_zero.utils.tables import aligned
 
 if TYPE_CHECKING:
-    from ort_zero.doctor import machine
-    from ort_zero.doctor.ranks import RanksReport
+    from ort_zero.cli.examinations import machine
+    from ort_zero.cli.examinations.ranks import RanksReport
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if something must be fixed before models can train, else 0."""
-    from ort_zero.doctor import machine
+    from ort_zero.cli.examinations import machine
 
     if args.ranks:
         return _compare_ranks(args)
@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare_ranks(args: argparse.Namespace) -> int:
     """Print the differences between ranks on rank 0; return 1 on all ranks if there are any. All ranks must call."""
+    from ort_zero.cli.examinations.ranks import compare_ranks
     from ort_zero.distributed import gloo_exit, launched_ranks
-    from ort_zero.doctor.ranks import compare_ranks
 
     gloo_exit.settle_at_exit()
     ranks = launched_ranks.from_launcher(args.storage or os.getcwd())

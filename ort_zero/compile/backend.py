@@ -1,4 +1,4 @@
-"""The compile backend, as :class:`ort_zero.units.interface.Backend` declares it; imports nothing heavy itself."""
+"""The compile backend, as :class:`ort_zero.runtimes.interface.Backend` declares it; imports nothing heavy itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ort_zero import config
-    from ort_zero.units.interface import Examination
+    from ort_zero.runtimes.interface import Examination
     from ort_zero.units.running_model import UnitsModel
 
 
@@ -36,6 +36,6 @@ def run(model: Any, section: config.Config, ds_config: Mapping[str, Any]) -> Uni
 
 def examine() -> Examination:
     """Return that nothing of ours needs a compiler."""
-    from ort_zero.units.interface import Examination
+    from ort_zero.runtimes.interface import Examination
 
     return Examination(built=True)

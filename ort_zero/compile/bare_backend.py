@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ort_zero.compat import versions
-from ort_zero.units import registry
+from ort_zero.runtimes import registry
 
 
 def ort_zero(

@@ -28,12 +28,12 @@ from ort_zero.compile.memory import Kept
 from ort_zero.compile.partition import decompositions
 from ort_zero.compile.plan import Plan, Segment, make_plan
 from ort_zero.compile.records import graph_record
+from ort_zero.compile.trial import Trial
 from ort_zero.errors import ExportError
+from ort_zero.runtimes.agreement import agreement
+from ort_zero.runtimes.clocks import clock_of
 from ort_zero.units import observing
 from ort_zero.units.module_paths import is_below
-from ort_zero.units.placement.agreement import agreement
-from ort_zero.units.placement.clocks import clock_of
-from ort_zero.units.placement.trial import Trial
 from ort_zero.units.result_groups import compile_parts, divided
 from ort_zero.units.unit_forward import IN_GRAPH
 from ort_zero.utils.atomic_write import write_bytes

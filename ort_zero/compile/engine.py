@@ -20,8 +20,8 @@ from ort_zero.compile.inductor import InductorCompiler
 from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.records import GraphRecord, SegmentRecord
 from ort_zero.compile.settings import Settings
+from ort_zero.runtimes.agreement import Runner
 from ort_zero.units.engine import Engine
-from ort_zero.units.placement.agreement import Runner
 
 _LITTLE = 0.5
 """Share of a model's floating-point operations in ONNX Runtime below which a warning says so."""

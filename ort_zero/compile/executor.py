@@ -21,9 +21,9 @@ from ort_zero.compile.layouts import dense_order, in_order, numbers
 from ort_zero.compile.plan import Plan, Segment
 from ort_zero.compile.reproducer import write_reproducer
 from ort_zero.compile.sessions import Layout, Session
-from ort_zero.units.placement import differences
-from ort_zero.units.placement.agreement import Agreement, Runner
-from ort_zero.units.placement.trial import Trial
+from ort_zero.compile.trial import Trial
+from ort_zero.runtimes import differences
+from ort_zero.runtimes.agreement import Agreement, Runner
 
 _MAX_LAYOUTS = 256
 """Number of combinations of sizes for which the sizes of a segment's edges are kept."""

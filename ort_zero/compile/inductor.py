@@ -26,13 +26,13 @@ from ort_zero.compile.flops import flops_of
 from ort_zero.compile.head_loss import IN_PYTORCH, Products
 from ort_zero.compile.plan import Plan, TorchCall, is_ordered
 from ort_zero.compile.records import GraphRecord, SegmentRecord
+from ort_zero.compile.trial import Trial
 from ort_zero.errors import ExportError
+from ort_zero.runtimes import differences
+from ort_zero.runtimes.agreement import Agreement, Runner, agreement
+from ort_zero.runtimes.differences import Outputs
 from ort_zero.units import observing
 from ort_zero.units.module_paths import is_below
-from ort_zero.units.placement import differences
-from ort_zero.units.placement.agreement import Agreement, Runner, agreement
-from ort_zero.units.placement.differences import Outputs
-from ort_zero.units.placement.trial import Trial
 
 
 class InductorCompiler(Compiler):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ort_zero.compile.flops import flops_of
 from ort_zero.compile.plan import Plan, TorchCall
+from ort_zero.compile.trial import Trial
+from ort_zero.runtimes.agreement import Runner
 from ort_zero.units.engine import UnitGraph
-from ort_zero.units.placement.agreement import Runner
-from ort_zero.units.placement.trial import Trial
 
 if TYPE_CHECKING:
     from ort_zero.compile.executor import SegmentRunner

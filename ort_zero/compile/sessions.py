@@ -17,7 +17,7 @@ from ort_zero.compile import devices
 from ort_zero.compile.assembly import SegmentModel
 from ort_zero.compile.conversion.fragments import NUMPY_TYPES, ONNX_TYPES
 from ort_zero.compile.layouts import sizes_and_strides
-from ort_zero.units.sessions import register_arena, report_session, session_options
+from ort_zero.runtimes.sessions import register_arena, report_session, session_options
 from ort_zero.utils.named_ranges import SESSION, named_range
 
 

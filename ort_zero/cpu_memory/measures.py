@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from ort_zero.errors import PatchError
-from ort_zero.units import registry
+from ort_zero.runtimes import registry
 
 _ADAM, _COLLECTIVES = "Adam in pieces", "collectives in place"
 _BUCKETS = "buckets of at most 32 MiB"

@@ -1,4 +1,4 @@
-"""The backend of onnxruntime-training, as :class:`ort_zero.units.interface.Backend` declares it.
+"""The backend of onnxruntime-training, as :class:`ort_zero.runtimes.interface.Backend` declares it.
 
 Nothing heavy is imported at module level: the plugin asks for :func:`import_hooks` within ``import torch``.
 """

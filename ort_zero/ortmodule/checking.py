@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ort_zero.errors import ExportError
 from ort_zero.ortmodule.graphs.capture import CapturedGraph
-from ort_zero.units.placement.differences import MOVES, explain_difference, in_float64, moved
+from ort_zero.runtimes.differences import MOVES, explain_difference, in_float64, moved
 
 Run = Callable[..., Sequence[torch.Tensor]]
 """Runs a graph with all arguments of Dynamo's graph."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ort_zero import env
-from ort_zero.units import registry
+from ort_zero.runtimes import registry
 from ort_zero.utils import progress
 
 _SILENT_SECONDS = 3.0

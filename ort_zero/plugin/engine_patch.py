@@ -25,7 +25,7 @@ from ort_zero.plugin import (
     summary,
 )
 from ort_zero.plugin.zero3_hooks import patches as zero3_patches
-from ort_zero.units import registry
+from ort_zero.runtimes import registry
 from ort_zero.utils.patching import Patch, defined_in
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ort_zero import env
 from ort_zero.plugin import collected_script, explained_script
-from ort_zero.units import registry
+from ort_zero.runtimes import registry
 
 _ACCELERATES_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _HOOKED_MODULE = "deepspeed.runtime.engine"

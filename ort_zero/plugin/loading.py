@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ort_zero.units.interface import Backend
+    from ort_zero.runtimes.interface import Backend
 
 
 def load(engine: str) -> Backend:

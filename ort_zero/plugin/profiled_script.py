@@ -38,7 +38,7 @@ def recorder() -> Recorder | None:
 
 def _node_profiles(prefix: str) -> Any:
     """Have new sessions record their nodes, into files that begin with `prefix`."""
-    from ort_zero.units.sessions import SessionProfiles  # needs ONNX Runtime
+    from ort_zero.runtimes.sessions import SessionProfiles  # needs ONNX Runtime
 
     return SessionProfiles(prefix)
 

@@ -8,7 +8,7 @@ from typing import Any
 from ort_zero import config, log
 from ort_zero.compat.torch_modules import modules_of
 from ort_zero.plugin import collected_script
-from ort_zero.units import registry
+from ort_zero.runtimes import registry
 
 _collecting: Counter[str | None] = Counter()
 """Number of models that collect statistics, by the output folder in the section."""

@@ -17,7 +17,7 @@ from typing import Any
 from ort_zero import config, env, log
 from ort_zero.cpu_memory import measures
 from ort_zero.plugin import compile_progress
-from ort_zero.units import registry
+from ort_zero.runtimes import registry
 from ort_zero.utils.random_state import random_state_kept
 from ort_zero.utils.text import shortened
 

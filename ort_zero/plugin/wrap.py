@@ -11,7 +11,7 @@ from ort_zero.compat import torch_compile
 from ort_zero.cpu_memory import measures
 from ort_zero.errors import ConfigError
 from ort_zero.plugin import collected_script, compile_progress, loading, profiled_script, statistics, summary
-from ort_zero.units import registry
+from ort_zero.runtimes import registry
 
 
 def wrap(model: Any, **section: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ort_zero.compat import deepspeed, deepspeed_gradient_order, deepspeed_units
 from ort_zero.compat.torch_modules import modules_of
-from ort_zero.units import registry
+from ort_zero.runtimes import registry
 from ort_zero.units.engine import Engine
 from ort_zero.units.finding import Unit
 from ort_zero.units.running_model import UnitsModel

@@ -15,14 +15,14 @@ from ort_zero.compat import torch_compile
 from ort_zero.compat.torch_compile import tree_leaves
 from ort_zero.compat.torch_modules import modules_of, named_modules_of
 from ort_zero.errors import ExportError
-from ort_zero.units import registry
+from ort_zero.runtimes import registry
+from ort_zero.runtimes.agreement import Runner, agreement
+from ort_zero.runtimes.clocks import clock_of
+from ort_zero.runtimes.unit_trial import UnitTrial, trial_key
 from ort_zero.units.caches import leave_out_caches
 from ort_zero.units.class_forward import ClassForward
 from ort_zero.units.engine import Engine, GraphCompiler
 from ort_zero.units.finding import Unit, multiplies
-from ort_zero.units.placement.agreement import Runner, agreement
-from ort_zero.units.placement.clocks import clock_of
-from ort_zero.units.placement.unit_trial import UnitTrial, trial_key
 from ort_zero.units.unit_forward import UnitForward, UnitRunner, is_compiled, replace_forward, restore_forward
 
 _DIFFERENTIATED = "a backward was differentiated (create_graph=True), and compiled graphs have no second derivative"

@@ -13,9 +13,9 @@ import pytest
 from rank_processes.ranks import free_port
 from torch.utils.file_baton import FileBaton
 
+from ort_zero.cli.examinations import machine as doctor
 from ort_zero.compat import torch_extensions, versions
-from ort_zero.doctor import machine as doctor
-from ort_zero.units import registry
+from ort_zero.runtimes import registry
 from ort_zero.utils.patching import PatchSet
 
 pytestmark = pytest.mark.skipif(versions.installed("deepspeed") is None, reason="deepspeed is not installed")

@@ -44,7 +44,7 @@ def test_enable_by_hand_and_back_leaves_the_very_objects_and_what_is_refused_cha
         import functools, torch, deepspeed, ort_zero
         from deepspeed.runtime.engine import DeepSpeedEngine
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-        from ort_zero.units import registry
+        from ort_zero.runtimes import registry
         from ort_zero.compat import versions
         before = snapshot()
         assert not patched()
@@ -133,7 +133,7 @@ def test_entry_point_with_an_unsupported_version_warns_once_and_imports_go_on():
         import torch, deepspeed, ort_zero
         status = ort_zero.status()
         assert "0.13.5" in status["reason"]
-        from ort_zero.units import registry
+        from ort_zero.runtimes import registry
         of_ort = {"ORTModule", "onnxruntime", "torch.onnx", "profiling ranges", "statistics"}
         assert registry.patch_sets.keys() - of_ort == {"refused_section"}
         assert "onnxruntime.training" in sys.modules or not status["enabled"]

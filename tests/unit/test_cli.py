@@ -15,11 +15,11 @@ import pytest
 
 from ort_zero import __version__
 from ort_zero.cli import main as cli
+from ort_zero.cli.examinations import machine
 from ort_zero.compat import deepspeed_programs, versions
-from ort_zero.doctor import machine
 from ort_zero.errors import BuildError
 from ort_zero.plugin import loading
-from ort_zero.units.interface import Examination
+from ort_zero.runtimes.interface import Examination
 
 GOOD = (versions.Finding(name="torch", found="2.13.0", needed=">=2.13,<2.14", ok=True, cure="pip install torch"),)
 BAD = (

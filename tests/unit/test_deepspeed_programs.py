@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ort_zero.cli.examinations import machine as doctor
 from ort_zero.compat import deepspeed_programs
-from ort_zero.doctor import machine as doctor
 
 
 def test_the_doctor_names_a_clang_that_would_compile_deepspeeds_operators(monkeypatch, tmp_path):

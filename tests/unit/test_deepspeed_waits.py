@@ -10,7 +10,7 @@ import pytest
 
 from ort_zero.compat import deepspeed_waits
 from ort_zero.plugin import engine_patch
-from ort_zero.units import registry
+from ort_zero.runtimes import registry
 
 LAST = """
 class Init:

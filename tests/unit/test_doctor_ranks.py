@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from thread_group import ThreadGroup
 
-from ort_zero.doctor import ranks as doctor_ranks
+from ort_zero.cli.examinations import ranks as doctor_ranks
 
 RANKS = 3
 

@@ -15,7 +15,7 @@ from ort_zero.compat import third_party
 from ort_zero.cpu_memory import measures
 from ort_zero.errors import CheckpointError, ConfigError
 from ort_zero.plugin import engine_patch
-from ort_zero.units import registry
+from ort_zero.runtimes import registry
 from ort_zero.utils.patching import PatchSet
 
 LATER_VERSION = """

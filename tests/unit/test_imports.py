@@ -37,7 +37,7 @@ OF_PYTHON = frozenset({"_asdict", "_fields", "_make", "_replace"})
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller"}
 PUBLIC_IN_DISTRIBUTED = {"all_gather"}
 SPLIT = {"compile": {"conversion"}, "ortmodule": {"backend"}, "plugin": {"zero3_hooks"},
-         "units": {"interface", "placement", "registry", "sessions"}, "utils": {"masking"},
+         "cli": {"examinations"}, "utils": {"masking"},
          "checkpoint": {"dcp", "files", "records", "pieces", "restricted_pickle", "seal", "torch_file",
                         "format", "reads",
                         "model_files", "deepspeed", "finding", "aggregation", "zero_to_fp32", "saves",
@@ -55,10 +55,8 @@ ALLOWED: dict[str, set[str]] = {
     "compat": {"env", "errors", "log", "utils"},
     "config": {"compat", "errors", "log"},
     "distributed": {"compat", "env", "errors", "utils.masking", "utils"},
-    # what a backend offers, and what is in place
-    "units.interface": {"config"},
-    "units.registry": {"compat", "utils"},
-    "units.sessions": set(),
+    # what an engine offers; which runtime runs a segment or a unit: checked, timed, agreed on by all ranks
+    "runtimes": {"compat", "config", "env", "utils"},
     # ZeRO-3 where PyTorch runs the model
     "plugin.zero3_hooks": {"compat", "distributed", "utils"},
     # what users collect, and how two runs are compared
@@ -114,29 +112,24 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {"checkpoint.aggregation", "checkpoint.conversions", "checkpoint.inspection", "checkpoint.loads",
                    "checkpoint.saves", "utils"},
     # what saves memory on CPUs, whoever runs the model
-    "cpu_memory": {"units.registry", "compat", "errors", "log", "utils"},
-    # what runs a segment or a unit: checked, timed, agreed on by all ranks
-    "units.placement": {"compat", "env", "utils"},
+    "cpu_memory": {"runtimes", "compat", "errors", "log", "utils"},
     # what engines that compile a model unit by unit share
-    "units": {"units.registry", "compat", "errors", "log", "units.placement"},
+    "units": {"compat", "errors", "log", "runtimes"},
     # the engine of onnxruntime-training
-    "ortmodule": {"units.interface", "units.registry", "units.sessions", "compat", "config", "env", "errors",
-                  "log", "units.placement", "statistics.collect", "units", "utils"},
+    "ortmodule": {"runtimes", "compat", "config", "env", "errors", "log", "statistics.collect", "units", "utils"},
     # the torch.compile backend on today's ONNX Runtime; its conversions know nothing of the rest
     "compile.conversion": {"compat"},
-    "compile": {"units.interface", "units.registry", "units.sessions", "compat", "compile.conversion",
-                "config", "env", "errors", "log", "units.placement", "units", "utils"},
+    "compile": {"runtimes", "compat", "compile.conversion", "config", "env", "errors", "log", "units", "utils"},
     "ortmodule.backend": {"compat", "config", "errors", "ortmodule", "units"},
     # what connects all this to DeepSpeed and to users
-    "plugin": {"compile", "ortmodule.backend", "units.interface", "units.registry", "units.sessions",
-               "checkpoint.loads", "checkpoint.finding",
+    "plugin": {"compile", "ortmodule.backend", "runtimes", "checkpoint.loads", "checkpoint.finding",
                "checkpoint.saves", "checkpoint.zero_to_fp32", "compat", "config", "cpu_memory", "distributed", "env",
                "errors", "log", "profiling", "statistics.collect", "units", "utils", "plugin.zero3_hooks"},
     "__init__": {"plugin", "utils"},
-    "doctor": {"__init__", "distributed", "plugin", "compat", "cpu_memory", "env", "utils.masking", "utils"},
+    "cli.examinations": {"__init__", "distributed", "plugin", "compat", "cpu_memory", "env", "utils.masking", "utils"},
     "hooks": {"statistics.collect", "statistics.compare", "utils"},
     "cli": {"__init__", "checkpoint.aggregation", "checkpoint.conversions", "checkpoint.files",
-            "checkpoint.finding", "checkpoint.inspection", "compat", "config", "distributed", "doctor",
+            "checkpoint.finding", "checkpoint.inspection", "compat", "config", "distributed", "cli.examinations",
             "env", "errors", "utils.masking", "profiling", "statistics", "statistics.check", "statistics.compare",
             "utils"},
     "__main__": {"cli"},

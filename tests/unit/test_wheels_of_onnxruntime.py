@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ort_zero.cli.examinations import machine as doctor
 from ort_zero.compat import deepspeed_programs, torch_extensions, versions
-from ort_zero.doctor import machine as doctor
 from ort_zero.plugin import loading
 
 WHEELS = {"onnxruntime": "1.32.0", "onnxruntime-gpu": "1.32.0", "onnxruntime-training": "1.19.2"}

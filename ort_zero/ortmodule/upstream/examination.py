@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ort_zero.errors import BuildError
 from ort_zero.ortmodule.upstream import extensions
-from ort_zero.units.interface import Examination
+from ort_zero.runtimes.interface import Examination
 
 
 def examine() -> Examination:

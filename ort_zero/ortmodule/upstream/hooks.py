@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ort_zero.ortmodule.upstream import PACKAGE
-from ort_zero.units import registry
+from ort_zero.runtimes import registry
 
 
 def import_hooks() -> dict[str, Callable[[Any], None]]:

@@ -14,7 +14,7 @@ from onnxruntime.capi import _pybind_state
 from onnxruntime.capi.onnxruntime_inference_collection import get_ort_device_type
 from torch._C import _from_dlpack, _to_dlpack
 
-from ort_zero.units.sessions import register_arena, report_session, session_options
+from ort_zero.runtimes.sessions import register_arena, report_session, session_options
 from ort_zero.utils.named_ranges import SESSION, named_range
 
 _TYPES = {

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 import ort_zero
-from ort_zero.compile import dynamo_backend
+from ort_zero.compile import dynamo_backend, trial
 from ort_zero.compile.conversion import registry
 from ort_zero.compile.conversion.fragments import Builder, Value
-from ort_zero.units.placement import trial
-from ort_zero.units.placement.agreement import agreement
+from ort_zero.runtimes.agreement import agreement
 
 WIDTH = 8
 

@@ -23,7 +23,7 @@ def patch() -> None:
     import torch.distributed as dist
 
     from ort_zero.cpu_memory import collectives
-    from ort_zero.units import registry
+    from ort_zero.runtimes import registry
 
     deepspeed.init_distributed("gloo", verbose=False)
     backend = deepspeed.comm.comm.cdb

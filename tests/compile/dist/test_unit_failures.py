@@ -96,8 +96,8 @@ def _with_kernel(
     after: int = 0,
     steps: int = 12,
 ) -> None:
+    from ort_zero.compile import trial
     from ort_zero.compile.sessions import Session
-    from ort_zero.units.placement import trial
 
     right = Session.run
 

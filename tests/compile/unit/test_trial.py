@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from ort_zero.compile import trial as trial_module
 from ort_zero.compile.engine import CompileEngine
 from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.records import GraphRecord, SegmentRecord
 from ort_zero.compile.settings import Settings
-from ort_zero.units.placement import trial as trial_module
-from ort_zero.units.placement.agreement import Agreement, Decision, Runner
-from ort_zero.units.placement.differences import explain_difference
-from ort_zero.units.placement.trial import Trial
+from ort_zero.compile.trial import Trial
+from ort_zero.runtimes.agreement import Agreement, Decision, Runner
+from ort_zero.runtimes.differences import explain_difference
 
 
 class Calls:

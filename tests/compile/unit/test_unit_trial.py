@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ort_zero
-from ort_zero.units.placement.agreement import Agreement, Runner
-from ort_zero.units.placement.unit_trial import UnitTrial
+from ort_zero.runtimes.agreement import Agreement, Runner
+from ort_zero.runtimes.unit_trial import UnitTrial
 from ort_zero.units.running_model import _models
 from ort_zero.units.unit_forward import UnitRunner, is_compiled, replace_forward
 

@@ -16,7 +16,7 @@ from rank_processes.ranks import free_port
 from torch import nn
 
 import ort_zero
-from ort_zero.units import registry
+from ort_zero.runtimes import registry
 
 NO_ENTRY_POINT = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 TRAIN = """

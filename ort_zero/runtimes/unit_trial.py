@@ -17,7 +17,7 @@ from torch import nn
 from ort_zero.compat.deepspeed import full_shape
 from ort_zero.compat.torch_compile import tree_leaves
 from ort_zero.compat.torch_modules import parameters_of
-from ort_zero.units.placement.agreement import Agreement, Runner
+from ort_zero.runtimes.agreement import Agreement, Runner
 
 _RUNS = 12
 """Number of timed forwards and backwards in each form; the fastest counts, which noise disturbs least."""
