@@ -86,8 +86,6 @@ def _cast_block(values: np.ndarray, source: str, code: str, out: np.ndarray) -> 
         floats = floats.astype("<f4")  # torch rounds twice too
     if code == "BF16":
         _round_to_bf16(floats.astype("<f4", copy=False), out)
-    elif code == "F16" and floats.dtype == _NATIVE["F32"]:
-        _round_to_f16(floats, out)
     else:
         out[:] = floats
 
@@ -103,40 +101,6 @@ def _round_to_bf16(floats: np.ndarray, out: np.ndarray) -> None:
     if not all_finite(bits, "F32"):
         nan = np.isnan(floats)  # the addition may have turned a NaN into inf or zero
         out[nan] = np.right_shift(bits[nan], 16) | 0x40
-
-
-_F16_OVERFLOW = 0x477FF000
-"""Bits of the smallest float32 that rounds to inf in float16."""
-_F32_EXPONENT = 0x7F800000
-_F16_MIN_NORMAL = 113 << 23
-"""Exponent bits, in float32, of the smallest float16 that is not subnormal."""
-_F16_LAST_BIT = 13 << 23
-"""Difference of the exponent bits of a float32 sum whose last bit is the last bit that float16 keeps."""
-
-
-def _round_to_f16(floats: np.ndarray, out: np.ndarray) -> None:
-    """Round float32 to the nearest even float16; numpy takes 3 times as long, and for subnormal results 100 times.
-
-    The processor rounds: the added power of two makes the last bit of the float32 sum the last bit of float16.
-    """
-    bits = floats.view("<u4")
-    magnitude = np.bitwise_and(bits, 0x7FFFFFFF)
-    if not magnitude.size or magnitude.max() >= _F16_OVERFLOW:
-        out[:] = floats  # numpy's results for inf and NaN are right
-        return
-    power = np.bitwise_and(magnitude, _F32_EXPONENT)
-    np.maximum(power, _F16_MIN_NORMAL, out=power)
-    np.add(power, _F16_LAST_BIT, out=power)
-    total = magnitude.view("<f4")
-    np.add(total, power.view("<f4"), out=total)
-    np.subtract(magnitude, power, out=magnitude)  # the significand, with its leading bit
-    np.subtract(power, _F16_LAST_BIT + _F16_MIN_NORMAL, out=power)
-    np.right_shift(power, 13, out=power)
-    np.add(magnitude, power, out=magnitude)
-    np.right_shift(bits, 16, out=power)
-    np.bitwise_and(power, 0x8000, out=power)
-    np.bitwise_or(magnitude, power, out=magnitude)
-    out.view("<u2")[:] = magnitude
 
 
 def rows_of(data: Any, size: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
