@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -219,60 +218,6 @@ def test_peft_under_fsdp2(tmp_path):
     merged, theirs = load_file(tmp_path / "merged" / "model.safetensors"), adapted.merge_and_unload().state_dict()
     assert merged.keys() == theirs.keys()
     assert all(torch.allclose(merged[name], theirs[name], atol=1e-6) for name in merged)
-
-
-def sentence_transformer(folder: str) -> Any:
-    """Return a SentenceTransformer of three modules around a small BERT."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.models import Dense, Normalize, Pooling, Transformer
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    words = {word: i for i, word in enumerate(("[PAD]", "[UNK]", "a", "cat", "dog", "sees"))}
-    inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    place = f"{folder}/bert"
-    PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(place)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    BertModel(BertConfig(vocab_size=len(words), max_position_embeddings=16, **sizes)).save_pretrained(place)
-    modules = [Transformer(place), Pooling(16), Dense(16, 8), Normalize()]
-    return SentenceTransformer(modules=modules, device="cpu")
-
-
-def embed(folder: str) -> torch.Tensor:
-    """Train a SentenceTransformer, save as its Trainer does: files of the model, the engine; return embeddings."""
-    rank = int(os.environ["RANK"])
-    model = sentence_transformer(f"{folder}/base_{rank}")
-    run = f"{folder}/output/checkpoint-3"
-    if not rank:
-        model.save_pretrained(run)
-        for path in Path(run).rglob("*.safetensors"):
-            path.unlink()
-
-    def loss(module: Any) -> torch.Tensor:
-        features = module.tokenize(["a cat sees a dog", "a dog"])
-        return module(features)["sentence_embedding"].sum()
-
-    train(model, loss, run, "global_step3")
-    return model.encode(["a cat", "dog sees cat"], convert_to_tensor=True, show_progress_bar=False).cpu()
-
-
-def test_a_sentence_transformer(tmp_path):
-    importlib.import_module("torchvision_operators")  # before transformers looks for torchvision
-    from sentence_transformers import SentenceTransformer
-
-    imports = ("torchvision_operators", "sentence_transformers")
-    expected, _ = run_on_ranks(embed, 2, str(tmp_path), timeout=800, imports=imports)
-    run = tmp_path / "output" / "checkpoint-3"
-    for number, source in enumerate((tmp_path / "output", run, run / "global_step3")):
-        out = tmp_path / f"out_{number}"
-        report = aggregate(source, out, progress=False)
-        assert not report.warnings, report.warnings
-        loaded = SentenceTransformer(str(out), device="cpu")
-        found = loaded.encode(["a cat", "dog sees cat"], convert_to_tensor=True, show_progress_bar=False).cpu()
-        assert torch.allclose(found, expected, atol=1e-6)
-    assert verify(run, progress=False).ok
 
 
 def small_diffusers() -> dict[str, tuple[Any, Any]]:

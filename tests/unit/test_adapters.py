@@ -53,17 +53,6 @@ def few_rows(monkeypatch):
     monkeypatch.setattr(lora_merge, "CHUNK", 4 * 7 * 2)
 
 
-def test_lora_is_merged_in_the_modules_of_a_sentence_transformer(tmp_path):
-    values = {(kind, name.replace(P, "0.auto_model.")): value for (kind, name), value in tensors().items()}
-    path = save(tmp_path / "c", values, CONFIG)
-    (path / "config.json").write_text('{"model_type": "x"}')
-    module = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
-    (path / "modules.json").write_text(json.dumps([module]))
-    found = merged(path, tmp_path / "out")
-    assert found.keys() == merged(save(tmp_path / "plain", tensors()), tmp_path / "same").keys()
-    assert all(torch.equal(v, load_file(tmp_path / "same" / "model.safetensors")[n]) for n, v in found.items())
-
-
 @pytest.mark.parametrize("dtype", ["keep", "fp32", "fp16"])
 @pytest.mark.parametrize("rslora", [False, True])
 def test_merged_weights_are_summed_in_float32_and_rounded_once(tmp_path, dtype, rslora):

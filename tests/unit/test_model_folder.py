@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from older_versions import older
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -114,79 +113,15 @@ def test_files_of_processors_and_of_other_tokenizers(tmp_path, deciding):
     assert set(aggregate(run, tmp_path / "out", progress=False).copied) == names
 
 
-def sentence_run(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Write a checkpoint of a SentenceTransformer with a dense layer, and what its Trainer writes beside it."""
+def test_a_sentence_transformer_is_one_model_under_the_names_of_its_transformer(tmp_path):
     inner = gpt2().transformer
-    tensors = {f"0.auto_model.{name}": p.detach().clone() for name, p in inner.named_parameters()}
-    tensors |= {"2.linear.weight": torch.randn(4, 8), "2.linear.bias": torch.randn(4)}
-    states = {("master", name): value for name, value in tensors.items()}
-    states |= {("exp_avg", name): torch.ones_like(value) for name, value in tensors.items()}
-    run = folder / "checkpoint-4"
-    checkpoint_files.write(run / "global_step4", states, ranks=2, tag="global_step4", step=4, config={}, aliases={})
-    (run / "latest").write_text("global_step4")
+    run = save(tmp_path / "run", torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"auto_model": inner})}))
     inner.config.save_pretrained(run)
-    kinds = ("base.modules.transformer.Transformer", "Pooling", "base.modules.dense.Dense")
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{kind}"}
-        for i, (path, kind) in enumerate(zip(("", "1_Pooling", "2_Dense"), kinds))
-    ]
-    (run / "modules.json").write_text(json.dumps(modules))
-    for name in ("1_Pooling", "2_Dense"):
-        (run / name).mkdir()
-        (run / name / "config.json").write_text(json.dumps({"of": name}))
-        (run / name / "notes.txt").write_text("password")
-    return run, tensors
-
-
-@pytest.mark.parametrize("format", ["safetensors", "torch"])
-def test_a_sentence_transformer_is_written_into_the_folders_of_its_modules(tmp_path, format):
-    run, tensors = sentence_run(tmp_path / "run")
-    for _ in range(2):  # the second time over the first
-        report = aggregate(
-            run, tmp_path / "out", what="weights+optimizer", max_shard_size=2000, format=format, overwrite=True,
-            progress=False,
-        )  # fmt: skip
-        assert not report.warnings
+    (run / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": "Transformer"}]))
+    report = aggregate(run, tmp_path / "out", strip_prefix=["0.auto_model."], progress=False)
+    assert len(report.warnings) == 1 and "--strip-prefix '0.auto_model.'" in report.warnings[0]
     loaded = transformers.AutoModel.from_pretrained(tmp_path / "out").state_dict()
-    for name, value in tensors.items():
-        if name.startswith("0."):
-            assert torch.equal(loaded[name.removeprefix("0.auto_model.")], value), name
-    dense = tmp_path / "out" / "2_Dense"
-    if format == "torch":
-        found = torch.load(dense / "pytorch_model.bin")
-    else:
-        found = load_file(dense / "model.safetensors")
-    assert found.keys() == {"linear.weight", "linear.bias"}
-    assert all(torch.equal(value, tensors[f"2.{name}"]) for name, value in found.items())
-    stored = Path(next(iter(dense.glob("*model*")))).name
-    assert sorted(p.name for p in dense.iterdir()) == ["config.json", stored]
-    assert json.loads((tmp_path / "out" / "1_Pooling" / "config.json").read_text()) == {"of": "1_Pooling"}
-    # the optimizer and the shards go
-    aggregate(run, tmp_path / "out", format=format, overwrite=True, progress=False)
-    there = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()}
-    assert there == {
-        "1_Pooling/config.json", "2_Dense/config.json", f"2_Dense/{stored}", "config.json", stored, "modules.json",
-    }, there  # fmt: skip
-
-
-def test_folders_of_modules_that_lead_elsewhere_are_not_used(tmp_path):
-    run, _ = sentence_run(tmp_path / "run")
-    modules = json.loads((run / "modules.json").read_text())
-    for number, path in enumerate(("../x", "/etc", ".hidden", "a/b", "")):
-        (run / "modules.json").write_text(json.dumps([*modules[:2], {**modules[2], "path": path}]))
-        out = tmp_path / f"out_{number}"
-        report = aggregate(run, out, progress=False)
-        names = [str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()]
-        assert not [name for name in names if "config" in name and name not in ("config.json", "1_Pooling/config.json")]
-        if path:
-            assert any("modules.json is of a SentenceTransformer" in warning for warning in report.warnings)
-
-
-def test_a_save_keeps_the_configurations_of_modules(tmp_path):
-    run, _ = sentence_run(tmp_path / "run")
-    keep_beside(open_folder(run), open_folder(run / "global_step4"), {}, "token")
-    kept = {str(p.relative_to(run / "global_step4")) for p in (run / "global_step4").rglob("*config.json")}
-    assert kept == {"config.json", "1_Pooling/config.json", "2_Dense/config.json"}
+    assert all(torch.equal(loaded[name], value) for name, value in inner.state_dict().items())
 
 
 CONFIGURATION = """

@@ -20,7 +20,7 @@ from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.model_files import remote_code
 from ort_zero.checkpoint.model_files.adapters import Merge
 from ort_zero.checkpoint.model_files.config_files import ConfigFile, config_files_beside, with_dtype
-from ort_zero.checkpoint.model_files.selection import ADAPTER, Choices, Selected, select
+from ort_zero.checkpoint.model_files.selection import ADAPTER, Selected, select
 from ort_zero.checkpoint.pieces import first_and_count
 from ort_zero.checkpoint.reads.record_checks import check_records_of
 from ort_zero.checkpoint.records import MAX_NAMED, File, Source
@@ -170,10 +170,15 @@ def aggregate(
         if ranks.rank == 0:
             source = find_source(os.fspath(src), tag, trust_pickle, tp_split).with_weights_of(weights_from)
             configs = _configs(source, os.fspath(src))
-            choices = Choices(
-                what=what, strip_prefix=strip_prefix, rename=rename, merge_lora=merge_lora, adapter=adapter
+            selected = select(
+                source,
+                {name: file.content for name, file in configs.items()},
+                what=what,
+                strip_prefix=strip_prefix,
+                rename=rename,
+                merge_lora=merge_lora,
+                adapter=adapter,
             )
-            selected = select(source, choices, {name: file.content for name, file in configs.items()})
             is_adapter = what == ADAPTER
             if base is not None:
                 selected = replace(selected, source=_filled(selected.source, os.fspath(base)))
@@ -187,7 +192,6 @@ def aggregate(
                 format=format,
                 exclude_frozen=exclude_frozen,
                 stem=selected.stem,
-                places=selected.places,
             )
             job = _prepare(selected, plan, configs, target, overwrite, dtype)
             if exclude_frozen and source.format == "dcp" and selected.source.frozen:
@@ -195,8 +199,7 @@ def aggregate(
                 note = f"--exclude-frozen leaves out what the optimizer has no state of, maybe also buffers: {frozen}"
                 job = replace(job, report=replace(job.report, warnings=(*job.report.warnings, note)))
             if not dry_run:
-                for name in job.report.files:
-                    make_folder(target.child(name.rpartition("/")[0]) if "/" in name else target)
+                make_folder(target)
     job = ranks.broadcast(job)
     folder, report = open_folder(job.root), job.report
     if not dry_run:
@@ -276,7 +279,7 @@ def _prepare(
     if "config.json" in contents:
         contents["config.json"] = with_dtype(contents["config.json"], plan.most_written_dtype())
     written = {file.name for file in plan.files} | plan.texts.keys()
-    existing = existing_names(target, source.root, (*written, *configs), overwrite)
+    existing = existing_names(target, source.root, overwrite)
     removable = removable_names(target, existing, written)
     small_files = {**contents, **{name: text.encode() for name, text in plan.texts.items()}}
     sizes = {file.name: file.size for file in plan.files} | {name: len(data) for name, data in small_files.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ import xxhash
 from ort_zero.checkpoint.files import safetensors_header
 from ort_zero.checkpoint.files.dtypes import CHOICES, is_floating, itemsize, output_code
 from ort_zero.checkpoint.files.safetensors_header import HeaderEntry
-from ort_zero.checkpoint.model_files.composite_models import Place
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Source, Tensor
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.sizes import parse_size
@@ -116,7 +115,6 @@ def make_plan(
     format: str = "safetensors",
     exclude_frozen: bool = False,
     stem: str | None = None,
-    places: Mapping[str, Place] | None = None,
 ) -> Plan:
     """Return the plan of the files to write for `source`.
 
@@ -125,7 +123,6 @@ def make_plan(
         max_shard_size: bytes of tensors per file; a tensor that is larger gets a file of its own.
         format: format of the weights, one of :data:`FORMATS`; optimizer state is always safetensors.
         stem: start of the names of the weight files; None for "model" or "pytorch_model".
-        places: by tensor name, the folder and the new name; other tensors keep their names, without a folder.
 
     Raises:
         CheckpointError: an unknown choice, two tensors of one name, or requested optimizer state that does not exist.
@@ -144,11 +141,8 @@ def make_plan(
         raise CheckpointError(f"{source.root} holds no weights to write")
     stem = stem or {"safetensors": "model", "torch": "pytorch_model"}[format]
     marks = {SOURCE: _identity(source)} if what == "weights+optimizer" else {}
-    files: list[OutputFile] = []
-    texts: dict[str, str] = {}
-    for folder, typed, aliases in _by_folder(weights, dtype, _aliases(source, weights), places or {}):
-        more, index = _files(stem, format, typed, limit, aliases, marks, folder)
-        files, texts = files + more, {**texts, **index}
+    typed = [(tensor.name, tensor, output_code(dtype, tensor.dtype)) for tensor in weights]
+    files, texts = _files(stem, format, typed, limit, _aliases(source, weights), marks)
     if what == "weights+optimizer":
         states = [t for t in source.tensors if t.is_optimizer_state and t.name not in left_out]
         texts[OPTIMIZER_JSON] = _optimizer_json(source, states)
@@ -157,27 +151,6 @@ def make_plan(
         files, texts = files + more, {**index, **texts}
     parameters = sum(t.elements for t in weights if t.kind != BUFFER)
     return Plan(files=tuple(files), texts=texts, parameters=parameters)
-
-
-def _by_folder(
-    weights: list[Tensor], dtype: str, aliases: Mapping[str, str], places: Mapping[str, Place]
-) -> Iterator[tuple[str, list[tuple[str, Tensor, str]], dict[str, str]]]:
-    """Yield for each folder: its path with a slash, its tensors with name and dtype, and its tied names."""
-    folders: dict[str, list[tuple[str, Tensor, str]]] = {}
-    for tensor in weights:
-        folder, name = places.get(tensor.name, ("", tensor.name))
-        folders.setdefault(folder, []).append((name, tensor, output_code(dtype, tensor.dtype)))
-    for folder, typed in folders.items():
-        keys = {tensor.name: name for name, tensor, _ in typed}
-        tied = {alias: keys[name] for alias, name in aliases.items() if name in keys}
-        if places:  # a tied name belongs to the module whose prefix it has
-            prefixes = {name: name.removesuffix(key) for name, key in keys.items()}
-            tied = {
-                alias.removeprefix(prefixes[name]): keys[name]
-                for alias, name in aliases.items()
-                if name in keys and alias.startswith(prefixes[name])
-            }
-        yield f"{folder}/" if folder else "", typed, tied
 
 
 def split(plan: Plan, rank: int, size: int) -> tuple[OutputFile, ...]:
@@ -242,7 +215,6 @@ def _files(
     limit: int,
     aliases: Mapping[str, str],
     marks: Mapping[str, str],
-    folder: str = "",
 ) -> tuple[list[OutputFile], dict[str, str]]:
     """Return the files with one name stem, and their index by its file name; a single file has no index."""
     end = {"safetensors": "safetensors", "torch": "bin"}[format]
@@ -255,7 +227,7 @@ def _files(
         entries = _lay_out(shard)
         files.append(
             OutputFile(
-                name=f"{folder}{stem}{part}.{end}",
+                name=f"{stem}{part}.{end}",
                 format=format,
                 header=make_header(entries, tied, marks),
                 entries=entries,
@@ -268,12 +240,12 @@ def _files(
     index = {
         "metadata": {"total_size": sum(file.data_bytes for file in files)},
         "weight_map": {
-            name: file.name.removeprefix(folder)
+            name: file.name
             for file in files
             for name in (*(e.name for e in file.entries), *(file.aliases if format == "torch" else ()))
         },
     }
-    return files, {f"{folder}{stem}.{end}.index.json": json.dumps(index, indent=2) + "\n"}
+    return files, {f"{stem}.{end}.index.json": json.dumps(index, indent=2) + "\n"}
 
 
 def _shards(tensors: list[tuple[str, Tensor, str]], limit: int) -> list[list[tuple[str, Tensor, str]]]:

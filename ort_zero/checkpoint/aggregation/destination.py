@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from ort_zero.checkpoint.files.allowed_names import is_module_config_name
+from ort_zero.checkpoint.files.allowed_names import is_config_name
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.finding import format_in
 from ort_zero.checkpoint.records import MAX_NAMED
@@ -32,8 +32,8 @@ _MODEL_FILE = re.compile(
 _PARTIAL_NAME = re.compile(rf"\.(?P<name>.+?)\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
 
 
-def existing_names(target: Folder, root: str, written: Iterable[str], overwrite: bool) -> list[str]:
-    """Return the names of the files at the destination, with the files in the subfolders of the names in `written`.
+def existing_names(target: Folder, root: str, overwrite: bool) -> list[str]:
+    """Return the names of the files at the destination.
 
     Args:
         root: folder or URL of the checkpoint that is read.
@@ -45,8 +45,6 @@ def existing_names(target: Folder, root: str, written: Iterable[str], overwrite:
     if _is_within(target.url, root):
         raise CheckpointError(f"the destination {target.path()} lies in the checkpoint {root}; choose another")
     existing = _names(target)
-    for inner in dict.fromkeys(name.rpartition("/")[0] for name in written if "/" in name):
-        existing += [f"{inner}/{name}" for name in _names(target.child(inner))]
     others = [name for name in existing if not is_left_over(name)]
     if others and not overwrite:
         raise CheckpointError(
@@ -81,17 +79,15 @@ def removable_names(target: Folder, existing: Iterable[str], written: Iterable[s
 
 def _family(name: str) -> str | None:
     """Return the name under which a model's file would be written alone; None for a file of another kind."""
-    folder, slash, last = name.rpartition("/")
-    match = _MODEL_FILE.fullmatch(last)
+    match = _MODEL_FILE.fullmatch(name)
     if match is None:
         return _OPTIMIZER if name == "optimizer.json" else None
-    return f"{folder}{slash}{match['stem']}{match['end']}"
+    return f"{match['stem']}{match['end']}"
 
 
 def _is_alternative(family: str, other: str) -> bool:
-    """Return True if two different families of one folder hold the same model, or the same adapter."""
-    (folder, _, one), (other_folder, _, two) = family.rpartition("/"), other.rpartition("/")
-    return folder == other_folder and one.startswith(_ADAPTER) == two.startswith(_ADAPTER) and two != _OPTIMIZER
+    """Return True if two different families hold the same model, or the same adapter."""
+    return family.startswith(_ADAPTER) == other.startswith(_ADAPTER) and other != _OPTIMIZER
 
 
 def publish(
@@ -147,11 +143,11 @@ def make_folder(target: Folder) -> None:
 
 def is_left_over(name: str) -> bool:
     """Return True for the partial files of a killed run: no other program writes files of these names."""
-    match = _PARTIAL_NAME.fullmatch(name.rpartition("/")[2])
+    match = _PARTIAL_NAME.fullmatch(name)
     if match is None:
         return False
     name = match["name"]
-    return is_module_config_name(name) or name.endswith(".py") or _family(name) is not None
+    return is_config_name(name) or name.endswith(".py") or _family(name) is not None
 
 
 def _is_within(inner: str, outer: str) -> bool:

@@ -27,8 +27,6 @@ CONFIG_FILES = tuple(
     ).split()
 )
 """Names of the files that may lie beside the weights, in the order of reports."""
-_MODULE_CONFIG = re.compile(r"[a-z][a-z0-9_]{0,63}_config\.json")
-"""Matches further configurations in the folder of one module of a model: ``lstm_config.json``."""
 _VOCABULARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.(spm|tiktoken)")
 
 _MAX_TAG = 4096  # characters
@@ -39,16 +37,6 @@ _MAX_SHOWN = 200
 def is_config_name(name: str) -> bool:
     """Return True if a checkpoint may contain a file of this name: :data:`CONFIG_FILES`, ``*.spm``, ``*.tiktoken``."""
     return name in CONFIG_FILES or _VOCABULARY.fullmatch(name) is not None
-
-
-def is_module_config_name(name: str) -> bool:
-    """Return True if the folder of one module of a model may contain a file of this name."""
-    return is_config_name(name) or _MODULE_CONFIG.fullmatch(name) is not None
-
-
-def is_module_folder(name: object) -> bool:
-    """Return True if `name` may name the folder of one module of a model: plain, not hidden, short."""
-    return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", name) is not None
 
 
 def is_plain_name(name: object) -> bool:

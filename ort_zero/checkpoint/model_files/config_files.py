@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ort_zero.checkpoint.files import json_text
-from ort_zero.checkpoint.files.allowed_names import is_config_name, is_module_config_name
+from ort_zero.checkpoint.files.allowed_names import is_config_name
 from ort_zero.checkpoint.files.dtypes import name_of
 from ort_zero.checkpoint.files.storage import Folder, open_folder
-from ort_zero.checkpoint.model_files import composite_models, remote_code
+from ort_zero.checkpoint.model_files import remote_code
 from ort_zero.errors import CheckpointError
 
 MAX_BYTES = 256 << 20
@@ -67,22 +67,8 @@ def config_files_beside(root: str, src: str) -> dict[str, ConfigFile]:
     """
     files: dict[str, ConfigFile] = {}
     for url in dict.fromkeys((root, *_run_folders(root, src))):
-        for name, file in _with_modules(open_folder(url)).items():
+        for name, file in config_files_in(open_folder(url)).items():
             files.setdefault(name, file)
-    return files
-
-
-def _with_modules(folder: Folder) -> dict[str, ConfigFile]:
-    """Return the config files of a folder and of the module folders in its ``modules.json``, by relative path."""
-    files = config_files_in(folder)
-    for module in composite_models.module_folders({name: file.content for name, file in files.items()}):
-        inner = folder.child(module)
-        try:
-            for name in inner.names():
-                if is_module_config_name(name) and inner.exists(name):
-                    files[f"{module}/{name}"] = ConfigFile(inner.read(name, limit=MAX_BYTES), inner.path())
-        except (CheckpointError, OSError):
-            continue  # a folder that this process may not read is no part of the model
     return files
 
 
@@ -119,13 +105,11 @@ def keep_beside(run: Folder, checkpoint: Folder, manifest_configs: Mapping[str, 
         CheckpointError: a file cannot be written.
     """
     try:
-        files = _with_modules(run)
+        files = config_files_in(run)
     except CheckpointError:  # a FIFO or a file of gigabytes beside the checkpoint must not fail the save
         return
     for name, file in files.items():
         if name not in manifest_configs:
-            if "/" in name:
-                checkpoint.child(name.rpartition("/")[0]).make()
             checkpoint.write(name, file.content, token)
 
 
