@@ -1,4 +1,8 @@
-"""Save sharded ZeRO checkpoints, load them at any world size, merge, convert and verify them, without onnxruntime."""
+"""Save sharded ZeRO checkpoints, load them at any world size, merge, convert and verify them, without onnxruntime.
+
+Functions of this package raise ``CheckpointError``, and ``CorruptCheckpointError`` where bytes are missing, changed or
+of another save. Their docstrings list errors only where a caller relies on more than that.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -285,12 +285,7 @@ def note_on_other(folder: Folder) -> tuple[str, ...]:
 
 
 def open_in(folder: Folder, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Source:
-    """Open the checkpoint in `folder` itself, in any format; other arguments as of :func:`find_source`.
-
-    Raises:
-        CheckpointError: `folder` has no checkpoint, or one that cannot be read.
-        CorruptCheckpointError: files are missing or damaged.
-    """
+    """Open the checkpoint in `folder` itself, in any format; other arguments as of :func:`find_source`."""
     with collection_paused():
         ours = manifest.read(folder)
         if ours is not None:

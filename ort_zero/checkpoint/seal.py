@@ -27,11 +27,7 @@ _MAX_BYTES = 256 << 20
 
 
 def seal(folder: Folder, names: Iterable[str], advance: Callable[[int], Any]) -> str:
-    """Write the checksums of the files `names`; return the path of the seal, which replaces an older one.
-
-    Raises:
-        CheckpointError: a file cannot be read, or the seal cannot be written.
-    """
+    """Write the checksums of the files `names`; return the path of the seal, which replaces an older one."""
     rows = {}
     for name in names:
         size = folder.size(name) or 0
@@ -45,11 +41,7 @@ def seal(folder: Folder, names: Iterable[str], advance: Callable[[int], Any]) ->
 
 
 def read_seal(folder: Folder) -> dict[str, File] | None:
-    """Return the sealed files by name, None if the checkpoint has no seal.
-
-    Raises:
-        CorruptCheckpointError: the seal is damaged.
-    """
+    """Return the sealed files by name, None if the checkpoint has no seal."""
     if not folder.exists(NAME):
         return None
     try:
@@ -74,11 +66,7 @@ def _file(name: str, size: int, text: str, block: int) -> File:
 
 
 def with_seal(source: Source, folder: Folder) -> Source:
-    """Return the checkpoint with the checksums of its seal, if it has one.
-
-    Raises:
-        CorruptCheckpointError: the seal is damaged, or a file is not of the size that was sealed.
-    """
+    """Return the checkpoint with the checksums of its seal, if it has one."""
     sealed = read_seal(folder)
     if sealed is None:
         return source

@@ -114,11 +114,7 @@ def open_torch_file(
 
 
 def checked_bytes(folder: Folder, opened: TorchFile, stored: StoredTensor, length: int) -> bytes:
-    """Return the first `length` bytes of a stored tensor, having compared its storage with the CRC-32.
-
-    Raises:
-        CorruptCheckpointError: the CRC-32 differs.
-    """
+    """Return the first `length` bytes of a stored tensor, having compared its storage with the CRC-32."""
     name = opened.file.name
     for offset, size, crc in opened.file.records:
         if offset == opened.start + stored.storage_offset and folder.crc32(name, offset, offset + size) != crc:
@@ -129,11 +125,7 @@ def checked_bytes(folder: Folder, opened: TorchFile, stored: StoredTensor, lengt
 
 
 def read_number(folder: Folder, opened: TorchFile, stored: StoredTensor) -> float | None:
-    """Return the value of a tensor without dimensions, such as a step counter; None for a dtype that counts nothing.
-
-    Raises:
-        CorruptCheckpointError: the CRC-32 differs.
-    """
+    """Return the value of a tensor without dimensions, such as a step counter; None for a dtype that counts nothing."""
     raw, dtype = checked_bytes(folder, opened, stored, stored.itemsize), stored.dtype
     if dtype == "bfloat16":
         raw, dtype = b"\0\0" + raw, "float32"
@@ -141,21 +133,12 @@ def read_number(folder: Folder, opened: TorchFile, stored: StoredTensor) -> floa
 
 
 def read_records(folder: Folder, name: str, start: int = 0, length: int | None = None) -> tuple[Checksum, ...]:
-    """Return (offset in the file, length, CRC-32) of each record, having compared headers with the zip's directory.
-
-    Raises:
-        CorruptCheckpointError: the file is missing, empty, truncated or no zip, or a header is damaged.
-        CheckpointError: the file is compressed, or in the format before torch 1.6.
-    """
+    """Return (offset in the file, length, CRC-32) of each record, having compared headers with the zip's directory."""
     return _checked(_records_of(_Bytes(folder, name, start, length)), start)
 
 
 class _Bytes:
-    """The bytes of a ``.pt`` file, or of the range of a file that holds one; a small one is read at once.
-
-    Raises:
-        CorruptCheckpointError: the file is missing, empty, or ends before the range.
-    """
+    """The bytes of a ``.pt`` file, or of the range of a file that holds one; a small one is read at once."""
 
     def __init__(self, folder: Folder, name: str, start: int, length: int | None):
         self.folder, self.name, self.start, self.path = folder, name, start, folder.path(name)

@@ -71,28 +71,16 @@ def replacing(path: Path, *, temporary: Path | None = None, durable: bool = Fals
 
 
 def write_bytes(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Write `data` as the content of `path`, in place of an existing file.
-
-    Raises:
-        OSError: the file cannot be written; no incomplete file stays.
-    """
+    """Write `data` as the content of `path`, in place of an existing file; raises as :func:`replacing`."""
     with replacing(path, durable=durable) as file:
         file.write(data)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` in UTF-8 as the content of `path`, in place of an existing file.
-
-    Raises:
-        OSError: the file cannot be written; no incomplete file stays.
-    """
+    """Write `text` in UTF-8 as the content of `path`, in place of an existing file; raises as :func:`replacing`."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any, **options: Any) -> None:
-    """Write `value` as JSON into `path`, in place of an existing file.
-
-    Raises:
-        OSError: the file cannot be written; no incomplete file stays.
-    """
+    """Write `value` as JSON into `path`, in place of an existing file; raises as :func:`replacing`."""
     write_text(path, json.dumps(value, **options))

@@ -123,9 +123,6 @@ def make_plan(
         max_shard_size: bytes of tensors per file; a tensor that is larger gets a file of its own.
         format: format of the weights, one of :data:`FORMATS`; optimizer state is always safetensors.
         stem: start of the names of the weight files; None for "model" or "pytorch_model".
-
-    Raises:
-        CheckpointError: an unknown choice, two tensors of one name, or requested optimizer state that does not exist.
     """
     for option, value, choices in (("what", what, WHAT), ("dtype", dtype, CHOICES), ("format", format, FORMATS)):
         if value not in choices:
@@ -168,11 +165,7 @@ def split(plan: Plan, rank: int, size: int) -> tuple[OutputFile, ...]:
 def make_header(
     entries: Iterable[OutputEntry], aliases: Mapping[str, str], marks: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the safetensors header of an output file; its metadata has the tied names `aliases` and `marks`.
-
-    Raises:
-        CheckpointError: the header would be longer than the safetensors library reads.
-    """
+    """Return the safetensors header of an output file; its metadata has the tied names `aliases` and `marks`."""
     rows = [HeaderEntry(e.name, e.dtype, e.tensor.shape, e.offset, e.nbytes) for e in entries]
     notes = {**aliases, **(marks or {}), "format": "pt"}
     return safetensors_header.encode(rows, notes, "choose a smaller --max-shard-size")

@@ -37,10 +37,6 @@ def existing_names(target: Folder, root: str, overwrite: bool) -> list[str]:
 
     Args:
         root: folder or URL of the checkpoint that is read.
-
-    Raises:
-        CheckpointError: the destination lies in the checkpoint, is a checkpoint itself, cannot be listed, or is not
-            empty and `overwrite` is False.
     """
     if _is_within(target.url, root):
         raise CheckpointError(f"the destination {target.path()} lies in the checkpoint {root}; choose another")
@@ -56,11 +52,7 @@ def existing_names(target: Folder, root: str, overwrite: bool) -> list[str]:
 
 
 def removable_names(target: Folder, existing: Iterable[str], written: Iterable[str]) -> frozenset[str]:
-    """Return the names out of `existing` of the files that an aggregation removes unless it writes them again.
-
-    Raises:
-        CheckpointError: there are weights under names that a loader could prefer to those in `written`.
-    """
+    """Return the names out of `existing` of the files that an aggregation removes unless it writes them again."""
     families = {family for name in written if (family := _family(name))}
     removable, others = set(), []
     for name in existing:
@@ -130,11 +122,7 @@ def publish(
 
 
 def make_folder(target: Folder) -> None:
-    """Make the destination.
-
-    Raises:
-        CheckpointError: the folder cannot be made.
-    """
+    """Make the destination."""
     try:
         target.make()
     except OSError as error:

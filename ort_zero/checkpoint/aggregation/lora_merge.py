@@ -17,9 +17,6 @@ def merged_rows(merge: Merge, reader: CheckedReader, dtype: str) -> Iterator[mem
     """Yield the bytes of a merged weight in the order of its rows; sums are rounded once, to `dtype`.
 
     The base weight lies in memory in its stored dtype.
-
-    Raises:
-        CorruptCheckpointError: bytes of the base weight or of the adapter are missing or damaged.
     """
     base, a, b = _whole(merge.base), _whole(merge.a, torch.float32), _whole(merge.b, torch.float32)
     reader.read(

@@ -28,11 +28,6 @@ def open_safetensors(path: str) -> Source:
 
     If a folder has an index, only the files in the index are read for its name stem. A name in
     ``optimizer*.safetensors`` is split into the optimizer state and the parameter.
-
-    Raises:
-        CorruptCheckpointError: a file is missing or damaged, two files hold a tensor of one name, or are of two
-            checkpoints.
-        CheckpointError: the folder has no safetensors file.
     """
     url = os.fspath(path)
     if url.endswith(END):

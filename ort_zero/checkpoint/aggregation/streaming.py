@@ -83,12 +83,7 @@ class Streamer:
             self._window = min(CHUNK, max(_MIN_WINDOW, _BYTES_PER_FILE * len(files)))
 
     def write(self, files: Sequence[OutputFile], workers: int) -> None:
-        """Write `files` under partial names with `workers` threads, which share files if the destination allows it.
-
-        Raises:
-            CorruptCheckpointError: bytes are missing or do not match their checksum.
-            CheckpointError: a file cannot be read or written.
-        """
+        """Write `files` under partial names with `workers` threads, which share files if the destination allows it."""
         size = max(_MIN_JOB, sum(file.size for file in files) // (_JOBS_PER_THREAD * workers))
         with ThreadPoolExecutor(workers, thread_name_prefix="aggregate") as pool:
             try:

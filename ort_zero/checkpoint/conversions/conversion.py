@@ -91,11 +91,7 @@ class Conversion:
         self.states = {kind: self.source.by_name(kind) for kind in kinds}
 
     def groups(self) -> list[list[str]]:
-        """Return the stored names of the trained parameters of each parameter group.
-
-        Raises:
-            CheckpointError: the source has no optimizer, or a trained parameter that is in no group.
-        """
+        """Return the stored names of the trained parameters of each parameter group."""
         if self.source.optimizer is None:
             raise CheckpointError(f"{self.source.root} holds no optimizer state, which DeepSpeed's formats need")
         aliases = self.source.aliases
@@ -152,11 +148,7 @@ class Conversion:
         self.files[reported_name or name] = folder.size(name) or 0
 
     def numbers(self, names: Sequence[str]) -> dict[str, float]:
-        """Return the numbers, such as ``step``, of parameters that share a flat tensor; whole numbers as int.
-
-        Raises:
-            CheckpointError: the parameters have different numbers.
-        """
+        """Return the numbers, such as ``step``, of parameters that share a flat tensor; whole numbers as int."""
         numbers: dict[str, float] = {}
         assert self.source.optimizer is not None
         for key, by_name in self.source.optimizer.scalars.items():

@@ -45,11 +45,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def write(work: Conversion) -> None:
-    """Write weights and optimizer states as a checkpoint of ``torch.distributed.checkpoint``; one rank calls.
-
-    Raises:
-        CheckpointError: the destination is remote.
-    """
+    """Write weights and optimizer states as a checkpoint of ``torch.distributed.checkpoint``; one rank calls."""
     if not isinstance(work.target, LocalFolder):
         raise CheckpointError(f"{work.target.path()} is remote; --to dcp writes local folders, which can be copied")
     source, stored = work.source, dict[int, Tensor]()

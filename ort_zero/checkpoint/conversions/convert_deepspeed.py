@@ -18,12 +18,7 @@ from ort_zero.errors import CheckpointError
 
 
 def write_rank(work: Conversion, rank: int) -> None:
-    """Write the files of one rank of the new checkpoint.
-
-    Raises:
-        CheckpointError: the source has no optimizer, or numbers that differ in a group; or the disk is full.
-        CorruptCheckpointError: the source is damaged.
-    """
+    """Write the files of one rank of the new checkpoint."""
     version = deepspeed_files.require_deepspeed()
     saved = work.training_state(rank)
     flats = flat_groups(work, rank)

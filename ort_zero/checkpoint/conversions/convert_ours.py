@@ -17,12 +17,7 @@ from ort_zero.checkpoint.saves.shard_writer import ShardEntry
 
 
 def write_rank(work: Conversion, rank: int) -> bytes:
-    """Write the files of one rank of the new checkpoint; return the rank's part of the manifest, packed.
-
-    Raises:
-        CheckpointError: a value cannot be stored, or the disk is full.
-        CorruptCheckpointError: the source is damaged.
-    """
+    """Write the files of one rank of the new checkpoint; return the rank's part of the manifest, packed."""
     weights: list[ShardEntry] = []
     moments: list[ShardEntry] = []
     requests: list[ReadRequest] = []

@@ -71,12 +71,7 @@ class CheckpointContents:
         strides: tuple[int, ...] | None = None,
         number: float | None = None,
     ) -> None:
-        """Add a tensor that lies in `blocks`; `number` is the value of an optimizer's number without dimensions.
-
-        Raises:
-            CorruptCheckpointError: the blocks do not cover the tensor once.
-            CheckpointError: the dtype has no code in safetensors.
-        """
+        """Add a tensor that lies in `blocks`; `number` is the value of an optimizer's number without dimensions."""
         try:
             code = code_of(dtype)
         except CheckpointError as error:

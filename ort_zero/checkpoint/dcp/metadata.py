@@ -54,12 +54,7 @@ class Entry:
 
 
 def read_metadata(folder: Folder) -> list[Entry]:
-    """Return the entries of the checkpoint in `folder`, in the order of its metadata.
-
-    Raises:
-        CorruptCheckpointError: the metadata are damaged, or name no place for a shard.
-        CheckpointError: the metadata call a function that can harm the machine, or shards were transformed.
-    """
+    """Return the entries of the checkpoint in `folder`, in the order of its metadata."""
     path = folder.path(NAME)
     try:
         content, _ = read_pickle(folder.read(NAME, limit=_MAX_BYTES), {}, _no_tensor)

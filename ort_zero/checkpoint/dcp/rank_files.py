@@ -50,12 +50,7 @@ class _Shards:
 
 
 def read_rank_files(contents: CheckpointContents) -> None:
-    """Add the tensors of all ranks' files.
-
-    Raises:
-        CorruptCheckpointError: the file of a rank is missing, or two ranks hold other values of the same elements.
-        CheckpointError: a file holds something else than tensors and DTensors.
-    """
+    """Add the tensors of all ranks' files."""
     folder = contents.folder
     for kind, by_rank in files_by_kind(folder.names()).items():
         sizes = {int(match[2]) for name in by_rank.values() if (match := _NAME.fullmatch(name))}

@@ -41,11 +41,7 @@ def part_names(folder: Folder) -> list[str]:
 
 
 def entries_of(folder: Folder) -> list[Entry]:
-    """Return the entries of all parts of a checkpoint; their files are relative to `folder`.
-
-    Raises:
-        CorruptCheckpointError: the metadata are missing or damaged.
-    """
+    """Return the entries of all parts of a checkpoint; their files are relative to `folder`."""
     entries = []
     for part in part_names(folder):
         inner = folder.child(part) if part else folder
@@ -132,12 +128,7 @@ def _refuse_overlaps(folder: Folder, entries: Sequence[Entry]) -> None:
 
 
 def _block_of(entry: Entry, shard: Shard, content: Any) -> tuple[Block, tuple[int, ...] | None]:
-    """Return where a shard lies in its tensor and in its file, and the strides of a shard that is not row-major.
-
-    Raises:
-        CorruptCheckpointError: the shard holds another tensor than the metadata say.
-        CheckpointError: a shard of several is not row-major.
-    """
+    """Return where a shard lies in its tensor and in its file, and the strides of a shard that is not row-major."""
     if not isinstance(content, StoredTensor):
         raise CorruptCheckpointError(f"{shard.file}: the shard of {entry.key} at byte {shard.offset} is no tensor")
     if (content.dtype, content.shape) != (entry.dtype, shard.sizes):

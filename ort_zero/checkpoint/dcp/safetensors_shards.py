@@ -29,11 +29,7 @@ def file_names(folder: Folder, listed: Sequence[str]) -> list[str]:
 
 
 def read_shards(contents: CheckpointContents) -> None:
-    """Add the tensors of all files.
-
-    Raises:
-        CorruptCheckpointError: a header is damaged, or shards of a tensor have several dtypes.
-    """
+    """Add the tensors of all files."""
     folder = contents.folder
     blocks: dict[str, list[Block]] = {}
     dtypes: dict[str, str] = {}

@@ -43,9 +43,6 @@ class Experts:
         Args:
             count: number of ranks that share each expert.
             group: names of a parameter group in the files; they are the same on every rank.
-
-        Raises:
-            CorruptCheckpointError: the numbers of ranks and experts do not go together.
         """
         world_size, first = self.files.world_size, self.files.optimizers[0]
         if count < 1 or world_size % count:
@@ -65,9 +62,6 @@ class Experts:
 
         Args:
             trained: shapes of the parameters in the optimizer's files.
-
-        Raises:
-            CorruptCheckpointError: an expert's file has other parameters or shapes than the optimizer's files.
         """
         expert_names: set[str] = set()
         for file in self.weights:
@@ -104,12 +98,7 @@ class Experts:
 
 
 def open_experts(folder: Folder, names: Iterable[str], files: StateFiles, trust_pickle: bool) -> Experts:
-    """Return the experts of a checkpoint, having checked that no expert's file is missing.
-
-    Raises:
-        CorruptCheckpointError: a file is missing or damaged.
-        CheckpointError: the experts were trained with ZeRO-3.
-    """
+    """Return the experts of a checkpoint, having checked that no expert's file is missing."""
     by_place: dict[tuple[int, int], str] = {}
     optimizers = []
     for name in names:

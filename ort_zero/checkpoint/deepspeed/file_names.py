@@ -67,11 +67,7 @@ def universal_file_names(folder: Folder) -> list[str]:
 
 
 def refuse_unsupported(folder: Folder, names: Sequence[str]) -> None:
-    """Raise if a file is of a kind of parallelism or of a format that cannot be read.
-
-    Raises:
-        CheckpointError: there is a file of such a kind; names the file, its kind and the way out.
-    """
+    """Raise if a file is of a kind of parallelism or of a format that cannot be read."""
     for name in names:
         for pattern, belongs_to in _UNSUPPORTED:
             if pattern.fullmatch(name) and not LAYER_FILE.fullmatch(name):
@@ -100,11 +96,7 @@ def saved_under_other_name(saved_as: str, name: str) -> bool:
 
 
 def names_by_rank(folder: Folder, names: Iterable[str], pattern: re.Pattern) -> dict[int, str]:
-    """Return the files of one pattern by rank, in the order of the ranks.
-
-    Raises:
-        CorruptCheckpointError: two files are of one rank.
-    """
+    """Return the files of one pattern by rank, in the order of the ranks."""
     by_rank: dict[int, str] = {}
     for name in names:
         match = pattern.fullmatch(name)
@@ -120,11 +112,7 @@ def names_by_rank(folder: Folder, names: Iterable[str], pattern: re.Pattern) -> 
 
 
 def require_all_ranks(folder: Folder, by_rank: Mapping[int, str], world_size: int) -> None:
-    """Raise unless there is one file for each rank from 0 to `world_size` - 1, or no file at all.
-
-    Raises:
-        CorruptCheckpointError: a file is missing, or there is a file of a higher rank.
-    """
+    """Raise unless there is one file for each rank from 0 to `world_size` - 1, or no file at all."""
     if not by_rank:
         return
     for rank in range(world_size):

@@ -17,12 +17,7 @@ State = dict[str, Any]
 
 
 def read_optimizer(files: StateFiles, layout: FlatLayout) -> tuple[Optimizer, list[Tensor]]:
-    """Return the optimizer's numbers and hyper-parameters, and the tensors of its state.
-
-    Raises:
-        CorruptCheckpointError: the ranks' files are of different steps, or a number is damaged.
-        CheckpointError: a number has an unexpected dtype.
-    """
+    """Return the optimizer's numbers and hyper-parameters, and the tensors of its state."""
     inner = [_inner_state(files, file) for file in files.optimizers]
     scalars = [[_scalars(files, file, state) for state in states] for file, (states, _) in zip(files.optimizers, inner)]
     steps = {file: tuple(state.get("step") for state in states) for file, states in zip(files.optimizers, scalars)}
@@ -80,12 +75,7 @@ def _scalars(files: StateFiles, file: TorchFile, state: State) -> dict[str, floa
 
 
 def number_of(files: StateFiles, file: TorchFile, stored: StoredTensor, what: str) -> float:
-    """Return the value of a tensor without dimensions.
-
-    Raises:
-        CorruptCheckpointError: the bytes of the tensor are damaged.
-        CheckpointError: the dtype of the tensor is not expected.
-    """
+    """Return the value of a tensor without dimensions."""
     code = files.dtype_code(file, stored, what)
     number = read_number(files.folder, file, stored)
     if number is None:

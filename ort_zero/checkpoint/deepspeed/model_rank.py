@@ -73,10 +73,6 @@ def read_model_rank(
         trained: shapes of the trained parameters if other files have their values (a universal checkpoint).
         is_whole: True for the only model rank; weights that are not the masters, cast, and buffers that differ between
             ranks are read then.
-
-    Raises:
-        CorruptCheckpointError: the files do not belong together.
-        CheckpointError: the files hold something that ort_zero does not read.
     """
     tensors: list[Tensor] = []
     optimizer: Optimizer | None = None

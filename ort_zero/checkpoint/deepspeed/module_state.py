@@ -45,12 +45,7 @@ class ModuleState:
         self.frozen = self._frozen_names()
 
     def weights(self) -> Iterator[Tensor]:
-        """Yield the parameters that are in no optimizer's file.
-
-        Raises:
-            CheckpointError: the weights of ZeRO-3's trained parameters are in no file.
-            CorruptCheckpointError: a piece of a frozen parameter is missing.
-        """
+        """Yield the parameters that are in no optimizer's file."""
         if self._files.stage == 3:
             yield from frozen_parameters(self._files)
             yield from self._whole_weights_of_zero3()

@@ -45,12 +45,7 @@ class FlatLayout:
 
 
 def layout_of(files: StateFiles, experts: Experts | None = None) -> FlatLayout:
-    """Return the places of the trained parameters.
-
-    Raises:
-        CorruptCheckpointError: the module file has no shapes, or other parameters than the optimizer's files; a rank
-            has flat tensors of other sizes.
-    """
+    """Return the places of the trained parameters."""
     groups = files.param_shapes() or _shapes_by_slices(files)
     if groups is None:
         raise CorruptCheckpointError(
@@ -77,11 +72,7 @@ def layout_of(files: StateFiles, experts: Experts | None = None) -> FlatLayout:
 
 
 def masters_of(files: StateFiles, file: TorchFile) -> Flats:
-    """Return the flat masters of one rank.
-
-    Raises:
-        CheckpointError: the file holds no masters that can be read.
-    """
+    """Return the flat masters of one rank."""
     key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
     flat: Any = zero_state(file).get(key)
     if isinstance(flat, StoredTensor):
@@ -96,10 +87,6 @@ def flat_tensors(files: StateFiles, layout: FlatLayout, kind: str, flats: list[F
 
     Args:
         flats: flat tensors of each rank; a missing tensor has no entry.
-
-    Raises:
-        CorruptCheckpointError: a flat tensor is too short, or missing or of another dtype on some ranks.
-        CheckpointError: a dtype is unknown.
     """
     pieces: dict[str, list[Piece]] = {name: [] for name in layout.shapes}
     for (rank, number), group in layout.groups.items():
@@ -203,11 +190,7 @@ def _sharers(
 
 
 def frozen_parameters(files: StateFiles) -> Iterator[Tensor]:
-    """Yield the frozen parameters, joined from the pieces in the ranks' module files.
-
-    Raises:
-        CorruptCheckpointError: a piece is missing, or has another length or dtype.
-    """
+    """Yield the frozen parameters, joined from the pieces in the ranks' module files."""
     for name, shape in (files.module.get("frozen_param_shapes") or {}).items():
         pieces, codes = [], {}
         for rank, file in enumerate(files.modules):

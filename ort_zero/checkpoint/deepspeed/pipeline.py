@@ -50,10 +50,6 @@ def join_stages(stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> Mod
 
     Args:
         opened: the layers' files by the number of the layer.
-
-    Raises:
-        CorruptCheckpointError: a layer's file is missing or does not fit the files of the stages.
-        CheckpointError: a file holds something that ort_zero does not read.
     """
     first = stages[0]
     notes = [note for stage in stages for note in stage.notes]

@@ -188,11 +188,7 @@ def _recent_pieces(pieces: PiecesOnDemand) -> tuple[Piece, ...]:
 
 
 def block_of(part: Tensor, block: Block) -> Tensor:
-    """Return one block of a rank's part as a separate tensor, for comparisons.
-
-    Raises:
-        CheckpointError: the part is stored in another order than row by row.
-    """
+    """Return one block of a rank's part as a separate tensor, for comparisons."""
     whole = row_major(block.shape)
     return joined([part], Split(block.shape, (replace(block, rank=0, whole_offset=0, whole_strides=whole),)))
 

@@ -56,9 +56,6 @@ def parse_rules(texts: Sequence[str]) -> tuple[Rule, ...]:
 
     A file holds an object: {"*.o_proj.weight": 1, "*.qkv.weight": "0/3", "*.norm.weight": "replicated"}. The first
     rule that matches counts.
-
-    Raises:
-        CheckpointError: a text is no rule and no file, or a file cannot be read or holds no rules.
     """
     rules = []
     for text in texts:

@@ -70,11 +70,7 @@ class StateFiles:
                 raise CorruptCheckpointError(f"{self.path(file)} is of another {what}: {value!r}, others have {common}")
 
     def dtype_code(self, file: TorchFile, stored: StoredTensor, what: str) -> str:
-        """Return the code of safetensors for the dtype of a tensor.
-
-        Raises:
-            CheckpointError: safetensors has no such dtype.
-        """
+        """Return the code of safetensors for the dtype of a tensor."""
         try:
             return dtypes.code_of(stored.dtype)
         except CheckpointError as error:
@@ -104,11 +100,7 @@ def zero_state(file: TorchFile) -> dict[str, Any]:
 
 
 def covered(tensor: Tensor, path: str) -> Tensor:
-    """Return `tensor` if its pieces cover it.
-
-    Raises:
-        CorruptCheckpointError: the pieces do not cover the tensor; names `path`.
-    """
+    """Return `tensor` if its pieces cover it."""
     wrong = check_cover(tensor)
     if wrong:
         raise CorruptCheckpointError(f"{path}: {tensor.kind} of {tensor.name}: {wrong}")
@@ -116,12 +108,7 @@ def covered(tensor: Tensor, path: str) -> Tensor:
 
 
 def whole_tensor(files: StateFiles, file: TorchFile, name: str, kind: str, stored: StoredTensor) -> Tensor:
-    """Return the record of a tensor that lies whole in `file`.
-
-    Raises:
-        CheckpointError: the dtype is unknown.
-        CorruptCheckpointError: the stored bytes do not cover the tensor.
-    """
+    """Return the record of a tensor that lies whole in `file`."""
     strides = None if stored.is_row_major else stored.strides
     pieces = (Piece(file.file.name, stored.offset, stored.span * stored.itemsize, 0),) if stored.span else ()
     code = files.dtype_code(file, stored, name)
@@ -137,10 +124,6 @@ def open_state_files(
     Args:
         model_rank: the number after ``mp_rank_`` in the names.
         pipeline: True if files of layers have the module, False if the module file has it, None if either may be.
-
-    Raises:
-        CorruptCheckpointError: a file is missing, too many, damaged, renamed, or of another world size or step.
-        CheckpointError: ort_zero does not read the kind of parallelism, or a class in the files.
     """
     optimizer_names = names_by_rank(folder, names, OPTIMIZER_FILE)
     rank_names = names_by_rank(folder, names, RANK_MODULE_FILE)
@@ -180,12 +163,7 @@ def notes_on(opened: Sequence[TorchFile]) -> Iterator[str]:
 
 
 def open_part(folder: Folder, name: str, trust_pickle: bool, shared: Contents | None = None) -> TorchFile:
-    """Return an opened file of DeepSpeed, a dictionary: of one layer or one expert, or of states.
-
-    Raises:
-        CorruptCheckpointError: the file is damaged, of another kind, or was written under the name of another rank.
-        CheckpointError: ort_zero does not read a class in the file.
-    """
+    """Return an opened file of DeepSpeed, a dictionary: of one layer or one expert, or of states."""
     file = open_torch_file(folder, name, trust_pickle, shared)
     if not isinstance(file.content, dict):
         raise CorruptCheckpointError(f"{folder.path(name)} is not a file of DeepSpeed's: it holds no state_dict")
@@ -206,10 +184,6 @@ def open_states(
 
     Args:
         shared: contents of other files of the tag; files with the same pickle share one content.
-
-    Raises:
-        CorruptCheckpointError: the file is damaged, no file of states, or was written under another name.
-        CheckpointError: ort_zero does not read the kind of parallelism, or a class in the file.
     """
     file = open_part(folder, name, trust_pickle, shared)
     key, kind = ("module", "module") if name.endswith("_model_states.pt") else ("optimizer_state_dict", "optimizer")

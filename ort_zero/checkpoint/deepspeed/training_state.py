@@ -42,10 +42,6 @@ def read_deepspeed_training_state(folder: Folder, source: Source, rank: int, tru
 
     Args:
         rank: rank in the run that loads.
-
-    Raises:
-        CorruptCheckpointError: a tensor of the user's state is damaged.
-        CheckpointError: a value has a class that ort_zero does not import.
     """
     file = _file_of(folder, source, rank, trust_pickle, RANK_MODULE_FILE, MODULE_FILE)
     assert file is not None, "the source was opened, so there is a module file"
@@ -121,12 +117,7 @@ class TorchValues:
         self._file = file
 
     def __call__(self, value: Any, where: str) -> Any:
-        """Return `value` with its tensors read; messages name the value `where`.
-
-        Raises:
-            CheckpointError: the value holds an object of a class that ort_zero does not import.
-            CorruptCheckpointError: a tensor in the value is damaged.
-        """
+        """Return `value` with its tensors read; messages name the value `where`."""
         kind = type(value)
         if kind is StoredTensor:
             return self._tensor(value)

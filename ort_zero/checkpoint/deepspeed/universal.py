@@ -56,10 +56,6 @@ def read_universal(
     Args:
         tensor_degree: number of tensor-parallel ranks of the run.
         zero3_modules: names of further files of module states, see ``zero3_module_names``.
-
-    Raises:
-        CorruptCheckpointError: a parameter's file is missing, damaged or of another shape or step.
-        CheckpointError: the checkpoint holds experts or an unknown dtype.
     """
     first = files[0]
     shapes = _trained_shapes(files.values())

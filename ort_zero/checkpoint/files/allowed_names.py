@@ -51,11 +51,7 @@ def is_plain_name(name: object) -> bool:
 
 
 def check_tag(tag: str) -> None:
-    """Refuse a tag that does not name a folder inside the folder of checkpoints.
-
-    Raises:
-        CheckpointError: the tag is empty, absolute, too long, leads outside, or has characters that are not printable.
-    """
+    """Refuse a tag that does not name a folder inside the folder of checkpoints."""
     if not tag or tag.startswith("/") or ".." in tag.split("/"):
         raise CheckpointError(f"the tag {tag[:_MAX_SHOWN]!r} leads out of the folder of checkpoints")
     if not tag.isprintable() or len(tag) > _MAX_TAG:

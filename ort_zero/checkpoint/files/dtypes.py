@@ -48,11 +48,7 @@ CHOICES = ("keep", *_SHORT)
 
 
 def itemsize(code: str) -> int:
-    """Return the bytes per element of a dtype code.
-
-    Raises:
-        CheckpointError: the code is unknown.
-    """
+    """Return the bytes per element of a dtype code."""
     try:
         return _TABLE[code][0]
     except KeyError:
@@ -80,11 +76,7 @@ def itemsize_of(name: str) -> int:
 
 
 def code_of(dtype: torch.dtype | str) -> str:
-    """Return the safetensors code of a torch dtype or of its name.
-
-    Raises:
-        CheckpointError: safetensors has no code for the dtype.
-    """
+    """Return the safetensors code of a torch dtype or of its name."""
     name = str(dtype).removeprefix("torch.")
     if name not in _CODES:
         raise CheckpointError(f"tensors of torch.{name} cannot be stored; known: {', '.join(_CODES)}")

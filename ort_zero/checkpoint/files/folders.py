@@ -94,10 +94,6 @@ class Folder:
 
         Args:
             limit: maximum size of the file in bytes, checked if `length` is None.
-
-        Raises:
-            CorruptCheckpointError: the file is missing, too short, or longer than `limit`.
-            CheckpointError: `name` is no regular file.
         """
         if length is None:
             size = self.size(name)
@@ -111,11 +107,7 @@ class Folder:
         return bytes(buffer)
 
     def blocks(self, name: str, start: int, end: int) -> Iterator[memoryview]:
-        """Yield the bytes of a file from `start` to `end`, in memory that the next block of this thread overwrites.
-
-        Raises:
-            CorruptCheckpointError: the file is missing or too short.
-        """
+        """Yield the bytes of a file from `start` to `end`, in memory that the next block of this thread overwrites."""
         if len(getattr(_thread, "block", b"")) < self.block:
             _thread.block = memoryview(bytearray(self.block))
         for position in range(start, end, self.block):
@@ -138,11 +130,7 @@ class Folder:
         return crc
 
     def open(self, name: str, start: int = 0, length: int | None = None) -> IO[bytes]:
-        """Open a file, or `length` bytes of a file from `start` on, for reading, seekable.
-
-        Raises:
-            CorruptCheckpointError: the file is missing.
-        """
+        """Open a file, or `length` bytes of a file from `start` on, for reading, seekable."""
         size = self.size(name)
         if size is None:
             raise CorruptCheckpointError(f"{self.path(name)} is missing")

@@ -31,13 +31,7 @@ def loads(text: str | bytes | bytearray) -> Any:
 
 
 def read_object(folder: Folder, name: str, limit: int) -> bytes:
-    """Return the bytes of a file that holds one JSON object.
-
-    Raises:
-        CorruptCheckpointError: the file is missing, longer than `limit`, or does not begin and end like an object. So a
-            large file that a full disk or an attacker padded with zeros is not read.
-        CheckpointError: the file cannot be read.
-    """
+    """Return the bytes of a file that holds one JSON object."""
     size = folder.size(name)
     if size is not None and _SMALL_FILE < size <= limit:
         ends = folder.read(name, 0, 64).lstrip()[:1], folder.read(name, size - 64, 64).rstrip()[-1:]

@@ -35,9 +35,6 @@ def encode(entries: Iterable[HeaderEntry], metadata: Mapping[str, str], advice: 
 
     Args:
         advice: the way out for a file with too many tensors, for the error.
-
-    Raises:
-        CheckpointError: the header would be longer than :data:`MAX_HEADER_BYTES`.
     """
     table: dict[str, Any] = {_METADATA: metadata}
     for name, dtype, shape, offset, nbytes in entries:
@@ -61,12 +58,7 @@ class Header(NamedTuple):
 
 
 def read(folder: Folder, name: str) -> Header:
-    """Return the header of a file.
-
-    Raises:
-        CorruptCheckpointError: the file is missing, or its header is longer than the file or :data:`MAX_HEADER_BYTES`,
-            is not JSON, or describes no tensors.
-    """
+    """Return the header of a file."""
     size = folder.size(name)
     if size is None:
         raise CorruptCheckpointError(f"{folder.path(name)} is missing")

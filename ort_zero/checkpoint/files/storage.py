@@ -224,11 +224,7 @@ class _WholeWrites:
 
 
 def open_folder(url: str | os.PathLike) -> Folder:
-    """Return the folder of a local path or an fsspec URL; the folder need not exist.
-
-    Raises:
-        CheckpointError: the path is empty, and would become the root of the file system.
-    """
+    """Return the folder of a local path or an fsspec URL; the folder need not exist."""
     text = os.fspath(url)
     if text.startswith("file://"):
         text = text.removeprefix("file://")

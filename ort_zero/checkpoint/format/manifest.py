@@ -136,11 +136,7 @@ def parse(data: bytes, root: str) -> Source:
 
 
 def check(source: Source) -> None:
-    """Raise unless each tensor is listed once, and lies whole and once in the files.
-
-    Raises:
-        CorruptCheckpointError: names the tensor or file; or there are no weights.
-    """
+    """Raise unless each tensor is listed once, and lies whole and once in the files."""
     path = f"{source.root}/{NAME}"
     _refuse_twice((f"{tensor.kind} of {tensor.name}" for tensor in source.tensors), "tensor", path)
     shapes = {tensor.name: tensor.shape for tensor in source.tensors if tensor.kind in (MASTER, BUFFER)}
@@ -172,11 +168,7 @@ def _refuse_twice(names: Iterable[str], kind: str, path: str) -> None:
 
 
 def resolve_tag(folder: Folder, tag: str | None) -> str:
-    """Return the tag to read in a folder of checkpoints: `tag`, or the tag that ``latest`` names.
-
-    Raises:
-        CheckpointError: neither `tag` nor a file ``latest`` exists, or the folder of the tag does not.
-    """
+    """Return the tag to read in a folder of checkpoints: `tag`, or the tag that ``latest`` names."""
     if tag is None:
         tag = read_latest(folder, LATEST)
         if not tag:

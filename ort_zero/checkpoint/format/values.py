@@ -36,9 +36,6 @@ def encode(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
             numpy array or scalar, torch dtype, torch device, ``argparse.Namespace``, and containers of these.
         where: name of `value` in messages, such as ``client_state``; parts add their index or key: ``state['lr'][0]``.
         tensors: list to which the tensors and arrays in `value` are appended, on the CPU and contiguous.
-
-    Raises:
-        CheckpointError: a value of another type, named by its path.
     """
     value = _simplified(value)
     kind, part = type(value), functools.partial(encode, tensors=tensors)
@@ -67,9 +64,6 @@ def decode(value: Any, tensors: list[torch.Tensor]) -> Any:
     Args:
         value: result of :func:`encode`.
         tensors: the list that :func:`encode` appended to.
-
-    Raises:
-        CheckpointError: `value` is damaged, or has a type that only later versions of ort_zero know.
     """
     try:
         return _decoded(value, tensors)

@@ -201,10 +201,6 @@ def open_any(path: str, tag: str | None = None, trust_pickle: bool = False, tp_s
     """Return the checkpoint, or the model in safetensors files, at `path`.
 
     From a folder with both, such as the Trainer's ``checkpoint-N``, the checkpoint is returned.
-
-    Raises:
-        CheckpointError: there is neither a checkpoint nor a model, or it cannot be read.
-        CorruptCheckpointError: files are missing or damaged.
     """
     if tag is None:
         folder = open_folder(path)

@@ -26,11 +26,7 @@ _VARIANT = re.compile(r"^(mu(?=adam|sgd))?(deepspeed)?(cpu|fused|torch)?")
 
 
 def refuse_misfit(state: EngineState, source: Source, strict: bool, full: bool = False) -> None:
-    """Raise if names or shapes of tensors differ between the engine and the checkpoint; `full` loads optimizer states.
-
-    Raises:
-        CheckpointError: names the first missing, unexpected and differing tensors.
-    """
+    """Raise if names or shapes of tensors differ; warn of differences; `full` means with the optimizer's states."""
     stored = source.weights()
     names = {**{n: state.shape(n) for n in state.parameters}, **{n: tuple(b.shape) for n, b in state.buffers()}}
     resolved = {name: source.aliases.get(name, name) for name in names}
@@ -83,11 +79,7 @@ def _warn_of_differences(state: EngineState, source: Source, resolved: dict[str,
 
 
 def refuse_other_optimizer(state: EngineState, source: Source, saved: TrainingState) -> None:
-    """Raise if the engine's optimizer has other states than the checkpoint's; warn if only the class differs.
-
-    Raises:
-        CheckpointError: the checkpoint's optimizer has other states than the engine's.
-    """
+    """Raise if the engine's optimizer has other states than the checkpoint's; warn if only the class differs."""
     base = state.base_optimizer()
     if base is None:
         return
@@ -150,11 +142,7 @@ def _is_other_optimizer(stored: str | None, name: str) -> bool:
 
 
 def refuse_other_scheduler(state: EngineState, saved: TrainingState, root: str) -> None:
-    """Raise if the engine's scheduler cannot load the saved scheduler state; warn if the classes differ.
-
-    Raises:
-        CheckpointError: the classes differ, and their states have different keys.
-    """
+    """Raise if the engine's scheduler cannot load the saved scheduler state; warn if the classes differ."""
     scheduler, stored = state.engine.lr_scheduler, saved.lr_scheduler
     stored_class = saved.lr_scheduler_class
     if not hasattr(scheduler, "load_state_dict"):
@@ -199,10 +187,6 @@ def optimizer_settings(state: EngineState, source: Source, full: bool) -> Optimi
 
     Args:
         full: False for empty settings, which change nothing.
-
-    Raises:
-        CheckpointError: a number differs between parameters that share a flat buffer.
-        CorruptCheckpointError: a number or hyper-parameter has a value that no optimizer can have.
     """
     optimizer = source.optimizer
     settings = OptimizerSettings()

@@ -67,9 +67,6 @@ def adapter_part(source: Source, config: Mapping[str, Any], adapter: str | None)
 
     Args:
         adapter: name of the adapter; may be None if there is only one.
-
-    Raises:
-        CheckpointError: no adapter has this name, several could be meant, or its ``bias`` setting is not supported.
     """
     chosen = _chosen(source, adapter)
     if config.get("bias", "none") == "lora_only":
@@ -90,9 +87,6 @@ def merged(source: Source, config: Mapping[str, Any], adapter: str | None) -> tu
 
     Args:
         adapter: name of the adapter to merge; may be None if there is only one. Other adapters are left out.
-
-    Raises:
-        CheckpointError: there is no LoRA, or a kind of LoRA that cannot be merged; names the kind.
     """
     chosen = _chosen(source, adapter)
     _refuse_unmergeable(source, config)

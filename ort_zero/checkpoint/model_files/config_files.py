@@ -100,9 +100,6 @@ def keep_beside(run: Folder, checkpoint: Folder, manifest_configs: Mapping[str, 
     Args:
         manifest_configs: texts of the config files in the manifest; files of these names are not copied.
         token: part of the names of temporary files; differs between processes that write the same files.
-
-    Raises:
-        CheckpointError: a file cannot be written.
     """
     try:
         files = config_files_in(run)

@@ -30,9 +30,6 @@ def renamed(source: Source, prefixes: Sequence[str] = (), patterns: Sequence[str
         prefixes: prefixes to remove, one after the other, from each name that begins with the prefix.
         patterns: ``FROM=TO``, applied in order after the prefixes: each match of the regular expression FROM (all text
             up to the first ``=``) is replaced by TO, in which ``\\1`` is FROM's first group.
-
-    Raises:
-        CheckpointError: a prefix or pattern matches no name, is malformed, or gives two tensors the same name.
     """
     changes = [_without_prefix(prefix) for prefix in prefixes] + [_replacement(pattern) for pattern in patterns]
     for text, change in zip((*prefixes, *patterns), changes):

@@ -52,10 +52,6 @@ def select(
 
     Args:
         configs: content of the files beside the weights, by name.
-
-    Raises:
-        CheckpointError: options exclude each other, a name or adapter does not exist, or ``adapter_config.json`` is
-            missing.
     """
     if merge_lora and what != "weights":
         raise CheckpointError(f"merge_lora writes weights; it does not go with what={what!r}")

@@ -80,11 +80,7 @@ def check_records_of(folder: Folder, files: Mapping[str, File], parts: list[Part
 
 
 def check_record(source: Folder, file: File, record: Checksum, parts: Iterable[Part]) -> None:
-    """Compare one record with its CRC-32, reading only the bytes that no part covers.
-
-    Raises:
-        CorruptCheckpointError: the CRC-32 differs.
-    """
+    """Compare one record with its CRC-32, reading only the bytes that no part covers."""
     start, length, wanted = record
     position, crc = start, 0
     for part in sorted(set(parts), key=lambda p: (p.offset, -p.length)):

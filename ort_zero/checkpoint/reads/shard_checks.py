@@ -27,11 +27,7 @@ _MAX_NAMED = 3
 
 
 def problem_of_shard(folder: Folder, file: File, source: Source, advance: Callable[[int], Any]) -> str | None:
-    """Return the problem of one file, None if it is the file of the manifest. Every byte is read.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """Return the problem of one file, None if it is the file of the manifest. Every byte is read."""
     path, size = folder.path(file.name), folder.size(file.name)
     if size is None:
         return f"{path} is missing"

@@ -44,11 +44,7 @@ OPTIONAL_KEYS = ("data_sampler", "random_ltd", "lr_scheduler_class")
 
 
 def read_training_state(folder: Folder, source: Source, rank: int) -> TrainingState:
-    """Return the state that `rank` saved in ort_zero's format; a rank that did not exist then gets rank 0's.
-
-    Raises:
-        CorruptCheckpointError: a file of the rank is missing or changed.
-    """
+    """Return the state that `rank` saved in ort_zero's format; a rank that did not exist then gets rank 0's."""
     rank = rank if rank < source.world_size else 0
     names = {kind: _named(source, rank, f"_extra{end}") for kind, end in (("json", ".json"), ("st", ".safetensors"))}
     if names["json"] is None:

@@ -74,9 +74,6 @@ def shard_of(
     """Return the part that `rank` of `size` ranks writes; its tensors are views of the live tensors.
 
     Rank 0 writes all buffers, another rank those in `buffers`.
-
-    Raises:
-        CheckpointError: an optimizer state belongs to no range of a parameter, or a value cannot be stored.
     """
     weights: list[ShardEntry] = []
     moments: list[ShardEntry] = []

@@ -105,11 +105,7 @@ def _may_be_published(folder: Folder, save_id: str) -> bool:
 
 
 def write_rank_files(folder: Folder, job: SaveJob, rank: int, size: int, names: list[str]) -> RankPart:
-    """Write the files of `rank` of `size` ranks under partial names; append each final name to `names` first.
-
-    Raises:
-        CheckpointError: a file cannot be written.
-    """
+    """Write the files of `rank` of `size` ranks under partial names; append each final name to `names` first."""
     about, shard = job.about, job.shard
     header = {
         "save_id": about.save_id,
@@ -151,9 +147,6 @@ def joined(folder: Folder, job: SaveJob, packed: Sequence[bytes], *, all_here: b
 
     Args:
         all_here: check that the files of each rank are in `folder`.
-
-    Raises:
-        CheckpointError: no rank wrote a parameter, the pieces leave a gap or overlap, or a file is missing.
     """
     files: dict[str, File] = {}
     runs: dict[tuple[str, str], tuple[str, list[PieceRun]]] = {}
