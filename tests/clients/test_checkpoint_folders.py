@@ -92,6 +92,59 @@ def test_lightning(tmp_path, sharded):
     assert len(found.different) == found.compared > 4
 
 
+def lightning_fsdp2_run(folder: str) -> None:
+    """Fit under Lightning's ModelParallelStrategy, with a checkpoint every other step."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    class Regression(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 1))
+
+        def configure_model(self):
+            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch, index):
+            return self.model(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, max_steps=4, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder,
+        strategy=ModelParallelStrategy(
+            data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=True, process_group_backend="gloo"
+        ),
+        callbacks=[ModelCheckpoint(f"{folder}/checkpoints", every_n_train_steps=2, save_top_k=-1)],
+    )  # fmt: skip
+    rows = torch.utils.data.TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
+    trainer.fit(Regression(), torch.utils.data.DataLoader(rows, batch_size=2))
+
+
+def test_lightning_under_fsdp2(tmp_path):
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    run_on_ranks(lightning_fsdp2_run, 2, str(tmp_path), timeout=800, imports=("torchvision_operators", "lightning"))
+    rows = {row.tag: (row.whole, row.format) for row in list_checkpoints(tmp_path)}
+    assert rows == {f"checkpoints/epoch=0-step={n}.ckpt": (True, "dcp") for n in (2, 4)}
+    newest = tmp_path / "checkpoints" / "epoch=0-step=4.ckpt"
+    aggregate(newest, tmp_path / "model", what="weights+optimizer", progress=False)
+    dcp_to_torch_save(newest, tmp_path / "torch.pt")
+    wanted = torch.load(tmp_path / "torch.pt", weights_only=False)
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    assert wanted["state_dict"].keys() == weights.keys() and len(weights) == 4
+    assert all(torch.equal(weights[name], value) for name, value in wanted["state_dict"].items())
+    moments = load_file(tmp_path / "model" / "optimizer.safetensors")
+    states = wanted["optimizer_0"]["state"]
+    assert all(torch.equal(moments[f"exp_avg/{name}"], states[name]["exp_avg"]) for name in weights)
+
+
 def train(model: nn.Module, loss: Any, folder: str, tag: str) -> None:
     """Do three steps on each rank, and save."""
     import deepspeed
