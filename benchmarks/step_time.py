@@ -131,9 +131,10 @@ class Variant:
         if self.runtime is None:
             return {}
         status = self.runtime.status()
-        assert status["fallbacks"] == 0 and status["graph_runs"]["backward"], status
+        assert status["fallbacks"] == 0, status
         compiled = status["compiled"]
-        did = f"{len(status['units'])} units, {100 * compiled['flop_share']:.0f} % of operations in ONNX Runtime"
+        assert status["graph_runs"].get("backward") or compiled["units_in_torch"], status
+        did = f"{len(status['units'])} units, {100 * (compiled['flop_share'] or 0):.0f} % of operations in ONNX Runtime"
         did += f", { ({name: found['units'] for name, found in status['runners'].items()}) }"
         did += f", {'' if compiled['settled'] else 'not '}settled after {self.settled_after} steps"
         if status["memory"] and (memory := status["memory"][0])["budget"]:

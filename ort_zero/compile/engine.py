@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ort_zero import log
+from ort_zero import env, log
 from ort_zero.compat import inductor
 from ort_zero.compat.compiled_backward import GRAPH_NODE
 from ort_zero.compat.torch_modules import parameters_of
@@ -86,6 +86,15 @@ class CompileEngine(Engine[GraphRecord]):
         several = self.settings.runners is None or len(set(self.settings.runners)) > 1
         return several and self.settings.place == "measured" and self.memory.recompute == "off"
 
+    @property
+    def starts_as_kept(self) -> bool:  # type: ignore[override]
+        """Whether units may start in PyTorch: they are timed, and neither models nor an explanation are wanted."""
+        return self._times_units and self.settings.save_onnx is None and env.request_file(env.EXPLAIN) is None
+
+    def has_failed(self, unit_class: str) -> bool:
+        """Return True if a segment of a class of units has failed or differed."""
+        return any(segment.trial.failed for graph in self.graphs_of(unit_class) for segment in graph.segments)
+
     def goes_to_torch(self, unit: nn.Module, unit_class: str) -> bool:
         """Return True if nothing that compiles can win a unit; once True, the answer stays True."""
         if is_head(unit):
@@ -150,7 +159,12 @@ class CompileEngine(Engine[GraphRecord]):
         return self.memory.summary()
 
     def flop_share(self) -> float | None:
-        """Return the share of floating-point operations that ONNX Runtime runs, of one run of each graph."""
+        """Return the share of floating-point operations that ONNX Runtime runs, of one run of each graph.
+
+        Units that have started in PyTorch have no graph that tells: None then.
+        """
+        if self.units_in_torch.keys() - {graph.unit for graph in self.graphs}:
+            return None
         total = sum(graph.flops for graph in self._first_graphs())
         return sum(segment.flops for segment in self._segments_in_ort()) / total if total else None
 
@@ -162,7 +176,7 @@ class CompileEngine(Engine[GraphRecord]):
     def is_settled(self, units_are_settled: bool) -> bool:
         """Return True once each segment, and each unit that is timed, has the runtime that runs it from now on."""
         trials = [segment.trial for graph in self._first_graphs() for segment in graph.segments]
-        is_placed = bool(self.graphs) and all(trial.runner is not None for trial in trials)
+        is_placed = bool(self.graphs or self.units_in_torch) and all(trial.runner is not None for trial in trials)
         if self.is_stale or self.memory.is_open:
             return False
         return is_placed and (units_are_settled or not self._times_units)
@@ -180,7 +194,7 @@ class CompileEngine(Engine[GraphRecord]):
 
     def _main_runner(self) -> str:
         """Return what runs parts of the model: the first one of ONNX Runtime, Inductor and PyTorch that does."""
-        if not self.graphs:
+        if not (self.graphs or self.units_in_torch):
             return "not called yet"
         if self._segments_in_ort():
             return Runner.ONNXRUNTIME.value

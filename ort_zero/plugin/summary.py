@@ -77,7 +77,8 @@ def announce(section: config.Config, module: Any, runtime: Any | None, in_engine
     elif status["fallback_reason"]:
         title = f"{status['module']} runs in PyTorch: it cannot run in ONNX Runtime"
     else:
-        title = f"{status['module']} runs in {'Inductor' if status['backend'] == 'inductor' else 'ONNX Runtime'}"
+        titles = {"inductor": "Inductor", "torch": "PyTorch, which is faster"}
+        title = f"{status['module']} runs in {titles.get(status['backend'], 'ONNX Runtime')}"
         if not status["compiled"]["settled"]:
             _unsettled[runtime] = True
     _printed.append(title)
@@ -101,8 +102,13 @@ def _in_short(status: Mapping[str, Any]) -> str:
 def _share(status: Mapping[str, Any]) -> str:
     """Return in words which part of the operations ONNX Runtime runs, and which units Inductor or PyTorch runs."""
     share, in_torch = status["compiled"]["flop_share"], status["compiled"]["units_in_torch"]
-    text = "not counted" if share is None else f"ONNX Runtime runs {100 * share:.0f} % of the floating-point operations"
-    by_inductor = [name for name, found in status["runners"].items() if "inductor" in found["units"]]
+    by_ort, by_inductor = (
+        [name for name, found in status["runners"].items() if runner in found["units"]]
+        for runner in ("onnxruntime", "inductor")
+    )
+    text = f"ONNX Runtime runs {', '.join(by_ort) or 'nothing'}"
+    if share is not None:
+        text = f"ONNX Runtime runs {100 * share:.0f} % of the floating-point operations"
     text += f"; Inductor runs {', '.join(by_inductor)}" if by_inductor else ""
     return text + (f"; PyTorch runs {', '.join(in_torch)} whole" if in_torch else "")
 

@@ -89,6 +89,10 @@ class Agreement:
             fastest = Runner.TORCH
         return self._place(key, f"{fastest.value} {gain:.3g}")
 
+    def keep_in_torch(self, key: str) -> None:
+        """Have PyTorch run the units of a key, here and at later starts."""
+        self._place(key, f"{Runner.TORCH.value} 0")
+
     def _place(self, key: str, proposed: str) -> Decision:
         store = _store()
         decided = store.compare_set(f"placed/{key}", "", proposed).decode() if store is not None else proposed

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ort_zero.compat.deepspeed import full_shape
-from ort_zero.compat.torch_compile import tree_leaves
-from ort_zero.compat.torch_modules import parameters_of
+from ort_zero.compat.torch_compile import saves_plainly, tree_leaves
+from ort_zero.compat.torch_modules import modules_of, parameters_of
 from ort_zero.runtimes.agreement import Agreement, Runner
 
 _RUNS = 12
@@ -150,4 +150,35 @@ def trial_key(unit: nn.Module, inputs: Any, runners: Iterable[Runner], graphs: I
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     read = [(tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
     facts = (type(unit).__qualname__, unit.training, parameters, read, [each.value for each in runners], sorted(graphs))
-    return "unit_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    return "unit_" + _hash(facts)
+
+
+def start_key(unit: nn.Module, inputs: Any, runners: Iterable[Runner]) -> str:
+    """Return the key of a unit's calls before it has graphs: of equal code, parameters, inputs and candidates.
+
+    Sizes of inputs count by powers of two, since lengths change from batch to batch.
+    """
+    modules, parameters = list(modules_of(unit)), parameters_of(unit)
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    read = [(each.dim(), each.numel().bit_length(), each.dtype, each.requires_grad) for each in tensors]
+    kinds = sorted({each.device.type for each in tensors})
+    facts = (
+        repr(unit),
+        [getattr(getattr(type(each).forward, "__code__", None), "co_code", None) for each in modules],
+        [_plain_values(each.config) for each in modules if hasattr(each, "config")],
+        (unit.training, saves_plainly()),
+        [(full_shape(parameter), parameter.dtype) for parameter in parameters],
+        read,
+        [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else kind for kind in kinds],
+        [each.value for each in runners],
+    )
+    return "start_" + _hash(facts)
+
+
+def _plain_values(config: Any) -> list[tuple[str, Any]]:
+    values = getattr(config, "__dict__", {}).items()
+    return sorted((name, value) for name, value in values if isinstance(value, (bool, int, float, str)))
+
+
+def _hash(facts: Any) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

@@ -80,6 +80,9 @@ class Engine(abc.ABC, Generic[Graph]):
     compiles_evaluations = False
     """Whether calls without gradients are compiled from the first one on, not only where long evaluations repay it."""
 
+    starts_as_kept = False
+    """Whether PyTorch runs a unit from the first call on where an earlier start has decided so."""
+
     def __init__(self) -> None:
         self.graphs: list[Graph] = []
         self.dynamo_graphs = 0
@@ -130,6 +133,10 @@ class Engine(abc.ABC, Generic[Graph]):
     def goes_to_torch(self, unit: nn.Module, unit_class: str) -> bool:
         """Return True if PyTorch runs a unit from now on, without a trial of the whole unit."""
 
+    def has_failed(self, unit_class: str) -> bool:
+        """Return True if a part of a class of units has failed or computed something else than PyTorch."""
+        return False
+
     @abc.abstractmethod
     def status(self, units_are_settled: bool) -> dict[str, Any]:
         """Return the keys of the model's entry that are the engine's own: ``backend``, ``in_torch`` and others.
@@ -178,9 +185,13 @@ class Engine(abc.ABC, Generic[Graph]):
             self.steps += 1
             self.call_on_step()
 
-    def call_on_step(self) -> None:
-        """Call :attr:`on_step`, unless no step has been made or the function has returned True."""
-        if self.steps and self.on_step is not None and self.on_step():
+    def call_on_step(self, in_torch: bool = False) -> None:
+        """Call :attr:`on_step`, unless the function has returned True, or no step has been made.
+
+        Args:
+            in_torch: PyTorch runs all units, so no graph's run counts a step.
+        """
+        if (self.steps or in_torch) and self.on_step is not None and self.on_step():
             self.on_step = None
 
     def leave_to(self, runner: Runner, unit_class: str, reason: str) -> None:

@@ -18,7 +18,7 @@ from ort_zero.errors import ExportError
 from ort_zero.runtimes import registry
 from ort_zero.runtimes.agreement import Runner, agreement
 from ort_zero.runtimes.clocks import clock_of
-from ort_zero.runtimes.unit_trial import UnitTrial, trial_key
+from ort_zero.runtimes.unit_trial import UnitTrial, start_key, trial_key
 from ort_zero.units.caches import leave_out_caches
 from ort_zero.units.class_forward import ClassForward
 from ort_zero.units.engine import Engine, GraphCompiler
@@ -232,8 +232,31 @@ class EngineRunner(UnitRunner):
     def goes_to_torch(self, unit: nn.Module) -> bool:
         return self._model.engine.goes_to_torch(unit, self._unit.unit_class)
 
+    def _start_key(self, unit: nn.Module, inputs: Any) -> str | None:
+        """Return the key under which it is kept that PyTorch runs the unit; None where all is to be compiled."""
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        if not tensors or not self._model.engine.starts_as_kept:
+            return None
+        return start_key(unit, inputs, self._model.engine.runners_on(tensors[0].device))
+
+    def starts_in_torch(self, unit: nn.Module, inputs: Any) -> bool:
+        key = self._start_key(unit, inputs)
+        if key is None or agreement().placement(key) is None:
+            return False
+        unit_class = self._unit.unit_class
+        of_class = (each.reference() for each in self._model.units if each.unit_class == unit_class)
+        if not any(is_compiled(each) for each in of_class if each is not None and each is not unit):
+            self._model.engine.leave_to(Runner.TORCH, unit_class, "it was faster at an earlier start")
+        return True
+
+    def keep_in_torch(self, unit: nn.Module, inputs: Any) -> None:
+        key = self._start_key(unit, inputs)
+        if key is not None and not self._model.engine.has_failed(self._unit.unit_class):
+            agreement().keep_in_torch(key)
+
     def gone_to_torch(self) -> None:
-        self._model.engine.call_on_step()  # it may be the last unit, and then no graph's run ends the step
+        engine = self._model.engine  # it may be the last unit, and then no graph's run ends the step
+        engine.call_on_step(not any(map(is_compiled, self._model.unit_modules())))
 
     def trial_of(self, unit: nn.Module, inputs: Any) -> UnitTrial | None:
         model, unit_class = self._model, self._unit.unit_class

@@ -49,6 +49,13 @@ class UnitRunner:
         """Return True if PyTorch runs the unit from now on."""
         return False
 
+    def starts_in_torch(self, unit: nn.Module, inputs: Any) -> bool:
+        """Return True if an earlier start has decided that PyTorch runs the unit; asked at its first training call."""
+        return False
+
+    def keep_in_torch(self, unit: nn.Module, inputs: Any) -> None:
+        """Keep for later starts that PyTorch runs the unit."""
+
     def gone_to_torch(self) -> None:
         """Note that PyTorch runs a unit from now on."""
 
@@ -82,6 +89,8 @@ class UnitForward:
         self.calls = 0
         self.is_suspended = False
         """Whether PyTorch runs the unit for now."""
+        self.has_started = False
+        """Whether the unit has had a training call."""
         self.is_timed = False
         """Whether calls are timed, by each runner in turn."""
         self.is_settled = False
@@ -105,8 +114,12 @@ class UnitForward:
         self.calls += 1
         # not in a backward: activation checkpointing must compute again what the forward has computed
         trial, form = None, self.compiled
-        if (self.is_timed or self.calls in _ASKED) and not in_backward():
-            trial = self._trial((args, kwargs))
+        starts = not self.has_started and torch.is_grad_enabled()
+        if (starts or self.is_timed or self.calls in _ASKED) and not in_backward():
+            if starts:
+                self._start((args, kwargs))
+            else:
+                trial = self._trial((args, kwargs))
             if self.compiled is None:
                 self.runner.gone_to_torch()
                 return self._run_plainly(self.unit, args, kwargs)
@@ -145,6 +158,12 @@ class UnitForward:
     def _form(self, runner: Runner) -> Callable[..., Any]:
         return self.original if runner is Runner.TORCH else self.runner.form(self.unit, self.original, runner)
 
+    def _start(self, inputs: Any) -> None:
+        """Hand the unit to PyTorch if an earlier start has decided so."""
+        self.has_started = True
+        if self.runner.starts_in_torch(self.unit, inputs):
+            self.compiled = None
+
     def _trial(self, inputs: Any) -> UnitTrial | None:
         """Return the trial that a call belongs to, or None; hand the unit to the runner that a trial has decided on."""
         if getattr(self.compiled, "must_stay_compiled", False):
@@ -152,6 +171,7 @@ class UnitForward:
             return None
         if self.calls in _ASKED and self.runner.goes_to_torch(self.unit):
             self.compiled = None
+            self.runner.keep_in_torch(self.unit, inputs)
             return None
         if not torch.is_grad_enabled():
             return None
@@ -163,6 +183,8 @@ class UnitForward:
         self.is_settled = trial is not None and trial.runner is not None
         if trial is not None and trial.runner is not None:
             self.compiled = None if trial.runner is Runner.TORCH else self._form(trial.runner)
+            if self.compiled is None:
+                self.runner.keep_in_torch(self.unit, inputs)
         return trial if self.is_timed else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitForward:

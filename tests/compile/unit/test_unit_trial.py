@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ort_zero
-from ort_zero.runtimes.agreement import Agreement, Runner
+from ort_zero.runtimes.agreement import Agreement, Runner, agreement
 from ort_zero.runtimes.unit_trial import UnitTrial
 from ort_zero.units.running_model import _models
 from ort_zero.units.unit_forward import UnitRunner, is_compiled, replace_forward
@@ -192,3 +194,39 @@ def test_gradients_are_pytorchs_while_units_are_timed(tmp_path, monkeypatch: pyt
     (trial,) = running.trials.values() or [None]
     by_segments = "Layer" in running.engine.units_in_torch
     assert by_segments or (trial is not None and trial.runner is not None), "neither rule has decided"
+
+
+def trained(model: nn.Module, steps: int, rows: int = 2, **section) -> dict:
+    """Train a wrapped copy of a model; return its status."""
+    ours = ort_zero.wrap(copy.deepcopy(model), backend="compile", **section)
+    for _ in range(steps):
+        x = torch.randn(rows, 64)
+        wanted, results = (each(x.clone().requires_grad_()) for each in (model, ours))
+        torch.testing.assert_close(results, wanted)
+        results.square().mean().backward()
+    return _models[ours].status()
+
+
+def test_a_later_start_leaves_to_pytorch_at_once_what_was_slower(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("ORT_ZERO_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(3)))  # for two rows of 64 compiled code takes longer than PyTorch
+
+    def start(steps: int, **options) -> dict:
+        agreement.cache_clear()  # as a new process
+        return trained(model, steps, **options)
+
+    first = start(40)
+    assert first["compiled"]["graphs"] and first["runners"]["Layer"]["units"] == {"torch": 3}
+    capfd.readouterr()
+    again = start(1)
+    assert again["compiled"]["graphs"] == 0 and again["graph_runs"] == {} and again["fallbacks"] == 0
+    assert again["compiled"]["settled"] and again["backend"] == "torch"
+    assert again["compiled"]["units_in_torch"] == {"Layer": "it was faster at an earlier start"}
+    said = capfd.readouterr().err
+    assert "PyTorch runs Layer from now on: it was faster at an earlier start" in said
+    assert "Sequential runs in PyTorch, which is faster" in said, "the model is announced though no graph runs"
+    for other in ({"compile": {"place": "ort"}}, {"save_onnx": str(tmp_path / "models")}, {"rows": 64}):
+        assert start(1, **other)["graph_runs"]["forward"] == 3, f"{other}: all units are compiled"
+    wider = start(1, rows=3)
+    assert wider["compiled"]["graphs"] == 0, "sizes count by powers of two"
