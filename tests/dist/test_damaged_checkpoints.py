@@ -30,14 +30,16 @@ from ort_zero.checkpoint.format import manifest
 
 SHARD = "rank_00001_master.safetensors"
 OTHER = "rank_00000_master.safetensors"
+THEIRS, MODULE = "zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
 
 
 def save_for_faults(folder: str) -> None:
-    """Save two steps of one run."""
+    """Save two steps of one run, in both formats."""
     engine = engine_of(stage=2)
     for tag in ("good", "later"):
         train(engine, range(3))
         save(engine, folder, tag, client_state={"rank": dist.get_rank(), "rng": torch.arange(3)})
+        type(engine).save_checkpoint.__wrapped__(engine, f"{folder}/theirs", tag=tag)
 
 
 def save_wider(folder: str) -> None:
@@ -85,6 +87,12 @@ class Fault(NamedTuple):
     """What every message names."""
     kind: str = "CorruptCheckpointError"
     tag: str | None = "good"
+    inside: str = ""
+    """Folder of the tag within the folder of checkpoints: "theirs" for DeepSpeed's."""
+
+
+def from_later(name: str) -> Change:
+    return lambda tag: shutil.copy(tag.parent / "later" / name, tag)
 
 
 PLAIN = "CheckpointError"
@@ -97,7 +105,7 @@ FAULTS = {
     "missing": Fault(removed(SHARD), "is missing"),
     "missing_extra": Fault(removed(EXTRA), "is missing", EXTRA),
     "flipped_bit_in_extra": Fault(flipped(EXTRA, 40), "is damaged", EXTRA),
-    "of_another_step": Fault(lambda tag: shutil.copy(tag.parent / "later" / SHARD, tag), CHANGED),
+    "of_another_step": Fault(from_later(SHARD), CHANGED),
     "of_another_world_size": Fault(lambda tag: shutil.copy(tag.parent / "wider" / SHARD, tag), CHANGED),
     "swapped_ranks": Fault(swapped(SHARD, OTHER), CHANGED, "_master.safetensors"),
     "a_folder_instead": Fault(lambda tag: ((tag / SHARD).unlink(), (tag / SHARD).mkdir()), "is a folder", kind=PLAIN),
@@ -121,6 +129,12 @@ FAULTS = {
     "latest_leads_out": Fault(
         lambda tag: (tag.parent / "latest").write_text("../x"), "leads out", "latest", PLAIN, None
     ),
+    "flipped_bit_in_theirs": Fault(
+        lambda tag: flipped(THEIRS, (tag / THEIRS).stat().st_size // 2)(tag), "is damaged", THEIRS, inside="theirs"
+    ),
+    "missing_of_theirs": Fault(removed(THEIRS), "is missing", THEIRS, inside="theirs"),
+    "optimizer_of_another_step": Fault(from_later(THEIRS), "of another step", "optim_states.pt", inside="theirs"),
+    "module_of_another_step": Fault(from_later(MODULE), "of another step than the masters", MODULE, inside="theirs"),
 }
 
 
@@ -132,14 +146,14 @@ def damaged(tmp_path_factory) -> Path:
     run_on_ranks(save_wider, 3, str(root / "saved"))
     for name, fault in FAULTS.items():
         shutil.copytree(root / "saved", root / name)
-        fault.damage(root / name / "good")
+        fault.damage(root / name / fault.inside / "good")
     return root
 
 
 @pytest.fixture(scope="module")
 def loaded(damaged) -> list[dict[str, dict[str, Any]]]:
     """What each rank's load said of each fault."""
-    rows = {name: (str(damaged / name), fault.tag) for name, fault in FAULTS.items()}
+    rows = {name: (str(damaged / name / fault.inside), fault.tag) for name, fault in FAULTS.items()}
     return run_on_ranks(load_rows, 2, rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from itertools import accumulate
 
 import pytest
 import torch
@@ -50,37 +51,26 @@ def test_a_shard_is_whole_however_much_the_kernel_takes(tmp_path, monkeypatch, t
         assert xxhash.xxh3_64_digest(part) == item.run.checks
 
 
-def test_a_shard_takes_few_calls(tmp_path, monkeypatch):
-    calls = []
-    real = os.writev
-    monkeypatch.setattr(storage.os, "writev", lambda fd, views: calls.append(len(views)) or real(fd, views))
-    write_shard(open_folder(tmp_path), "s.safetensors", entries([1000] * 3000), {}, "token")
-    assert len(calls) <= 26 and 3000 <= sum(calls) <= 3030  # a few tensors lie across the end of a write
-
-
-def test_one_call_takes_no_more_tensors_than_the_kernel_does(tmp_path, monkeypatch):
-    calls = []
-    real = os.writev
-    monkeypatch.setattr(storage.os, "writev", lambda fd, views: calls.append(len(views)) or real(fd, views))
-    file, _ = write_shard(open_folder(tmp_path), "s.safetensors", entries([1] * 3000), {}, "token")
-    assert max(calls) <= os.sysconf("SC_IOV_MAX") and sum(calls) > 3000 and len(calls) <= 4
-    (partial,) = tmp_path.iterdir()
-    assert partial.stat().st_size == file.size
-
-
-def test_writes_end_where_large_pages_of_a_file_do(tmp_path, monkeypatch):
-    ends = [0]
+@pytest.mark.parametrize(
+    ("sizes", "most"),
+    [([1000] * 3000, 26), ([1] * 3000, 4), ([1000, 1 << 19, 77, 1 << 20], 9)],
+    ids=["many", "tiny", "large"],
+)
+def test_a_shard_takes_few_calls_that_end_where_large_pages_of_a_file_do(tmp_path, monkeypatch, sizes, most):
+    calls: list[tuple[int, int]] = []
     real = os.writev
 
     def writev(descriptor, views):
-        written = real(descriptor, views)
-        ends.append(ends[-1] + written)
-        return written
+        calls.append((len(views), real(descriptor, views)))
+        return calls[-1][1]
 
     monkeypatch.setattr(storage.os, "writev", writev)
-    file, _ = write_shard(open_folder(tmp_path), "s.safetensors", entries([1000, 1 << 19, 77, 1 << 20]), {}, "token")
-    assert file.size == ends[-1] > 3 << 20
-    assert all(end % (512 << 10) == 0 for end in ends[:-1]) and len(ends) <= file.size // (512 << 10) + 2
+    file, _ = write_shard(open_folder(tmp_path), "s.safetensors", entries(sizes), {}, "token")
+    ends = list(accumulate(written for _, written in calls))
+    assert len(calls) <= most and ends[-1] == file.size == next(tmp_path.iterdir()).stat().st_size
+    assert max(buffers for buffers, _ in calls) <= os.sysconf("SC_IOV_MAX")
+    full = {end for end, (buffers, _) in zip(ends, calls) if buffers == shard_writer.MAX_BUFFERS}
+    assert all(end % shard_writer.BLOCK == 0 or end in full for end in ends[:-1])
 
 
 def test_a_file_that_may_not_be_so_large_is_an_error_and_leaves_nothing(tmp_path):
