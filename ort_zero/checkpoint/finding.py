@@ -154,8 +154,6 @@ def find_source(path: str, tag: str | None = None, trust_pickle: bool = False, t
     """Find and open the checkpoint that `path` and `tag` mean; its notes name newer checkpoints that were skipped.
 
     Args:
-        path: folder or fsspec URL.
-        tag: name of a folder in `path`, or a relative path of several folders.
         trust_pickle: unpickle every object in DeepSpeed's files, which can run code from the files.
         tp_split: rules for how DeepSpeed's tensor-parallel ranks share tensors.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -128,19 +128,8 @@ class Conversion:
             requests.append(ReadRequest(tensor=tensor, start=0, length=tensor.elements, target=flat))
         return flat.view(tensor.shape)
 
-    def read(self, requests: Iterable[ReadRequest]) -> None:
-        """Fill the targets of `requests`; see :meth:`~ort_zero.checkpoint.reads.checked_reads.CheckedReader.read`."""
-        self.reader.read(requests)
-
     def save(self, folder: Folder, name: str, content: Any, reported_name: str | None = None) -> None:
-        """Write a file with ``torch.save``.
-
-        Args:
-            folder: folder of the file.
-            name: name of the file.
-            content: value to save.
-            reported_name: name of the file in the report, if it differs.
-        """
+        """Write a file with ``torch.save``; `reported_name` is its name in the report, if it differs."""
         self.begun.append(reported_name or name)
         with folder.writing(name, self.new.save_id) as stream:
             torch.save(content, stream)

@@ -40,7 +40,7 @@ class _Planner(DefaultSavePlanner):
             return super().transform_object(write_item, object)
         tensor = self._stored[id(object)]
         values = torch.empty(tensor.elements, dtype=object.dtype)
-        self._work.read([ReadRequest(tensor=tensor, start=0, length=tensor.elements, target=values)])
+        self._work.reader.read([ReadRequest(tensor=tensor, start=0, length=tensor.elements, target=values)])
         return values.view(tensor.shape)
 
 

@@ -89,7 +89,7 @@ def _optimizer_state(work: Conversion, flats: list[FlatGroup], saved: TrainingSt
             if any(name in by_name for name in flat.names)
         }
         state[number] = {**work.numbers(flat.names), **moments}
-    work.read(requests)
+    work.reader.read(requests)
     numbers: list[list[int]] = [[] for _ in work.groups()]
     for number, flat in enumerate(flats):
         numbers[flat.group].append(number)
@@ -149,7 +149,7 @@ def _module_content(
         elif name in work.frozen:
             module[name] = torch.empty(0, dtype=stored_dtype) if by_rank else work.whole(tensor, stored_dtype, requests)
             fragments[name] = _partition(work, tensor, rank, requests) if by_rank else module[name]
-    work.read(requests)
+    work.reader.read(requests)
     for alias, name in work.source.aliases.items():
         if name in module:
             module[alias] = module[name]

@@ -30,7 +30,7 @@ def write_rank(work: Conversion, rank: int) -> bytes:
             requests.append(ReadRequest(tensor=tensor, start=start, length=length, target=room))
             entry = ShardEntry(name=tensor.name, kind=tensor.kind, start=start, tensor=room)
             (moments if tensor.is_optimizer_state else weights).append(entry)
-    work.read(requests)
+    work.reader.read(requests)
     tensors: list[Any] = []
     state = vars(work.training_state(rank))
     extra = {

@@ -66,7 +66,7 @@ def _write_parameter(work: Conversion, name: str, group: list[str]) -> None:
     for kind, tensor in stored.items():
         dtype = torch.float32 if kind == "fp32" else torch_dtype(tensor.dtype)
         content[kind] = {"param": work.whole(tensor, dtype, requests)}
-    work.read(requests)
+    work.reader.read(requests)
     content |= _step(work, group)
     folder = work.target.child(f"{_FOLDER}/{name}")
     folder.make()

@@ -33,10 +33,6 @@ class Experts:
     counts: dict[str, int] = field(default_factory=dict)
     """Number of experts of each layer, by the name before the expert's number."""
 
-    def holds(self, names: Iterable[str]) -> bool:
-        """Return True if one of the parameters is an expert's."""
-        return any(_EXPERT.fullmatch(name) for name in names)
-
     def sharers(self, count: int, group: Mapping[str, Any]) -> list[tuple[list[int], dict[str, str]]]:
         """Return (ranks with these experts, names in the whole model by names in the files) per expert-parallel rank.
 

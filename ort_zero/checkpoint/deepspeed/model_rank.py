@@ -55,10 +55,6 @@ class ModelRank:
         codes = (self.states.dtype_code(self.states.modules[0], stored, "a weight") for stored in weights)
         return next(filter(is_floating, codes), None)
 
-    def names(self, *kinds: str) -> set[str]:
-        """Return the names of the tensors of some kinds."""
-        return {t.name for t in self.tensors if t.kind in kinds}
-
 
 def read_model_rank(
     number: int,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ort_zero.checkpoint.deepspeed.experts import Experts
+from ort_zero.checkpoint.deepspeed.experts import Experts, is_expert
 from ort_zero.checkpoint.deepspeed.file_names import WAY_OUT
 from ort_zero.checkpoint.deepspeed.state_files import ShapesOfGroups, StateFiles, covered, zero_state
 from ort_zero.checkpoint.records import WEIGHT, Piece, Tensor
@@ -176,7 +176,7 @@ def _sharers(
     """Return (ranks that share the vector, parameters' names by names in the files) for each vector of a group."""
     counts = zero_state(files.optimizers[0]).get("partition_count")
     count = counts[number] if isinstance(counts, list) and number < len(counts) else files.world_size
-    if experts is not None and experts.holds(group):
+    if experts is not None and any(map(is_expert, group)):
         return experts.sharers(count, group)
     if count != files.world_size:
         raise CheckpointError(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ort_zero.checkpoint import seal
@@ -60,19 +60,6 @@ class VerifyReport:
         return not self.problems
 
 
-@dataclass
-class _Findings:
-    """The findings of the checks of one checkpoint; filled from several threads."""
-
-    files: int = 0
-    bytes: int = 0
-    tensors: int = 0
-    tag: str = ""
-    problems: list[tuple[str, str]] = field(default_factory=list)
-    """File name and text of each problem; the name is empty for problems of no single file."""
-    notes: list[str] = field(default_factory=list)
-
-
 def verify(
     path: str,
     tag: str | None = None,
@@ -108,7 +95,7 @@ def verify(
     start = time.monotonic()
     located = find(path, tag)
     folder = located.folder
-    findings = _Findings(tag=folder.name, notes=list(located.notes))
+    notes = list(located.notes)
     format_name = format_in(folder)
     if format_name is None:
         raise no_checkpoint(folder)
@@ -117,36 +104,39 @@ def verify(
     source, failure = None, None
     try:
         source = open_in(folder, trust_pickle, tp_split)
-        findings.tag, findings.tensors = source.tag, len(source.tensors)
-        findings.notes += source.notes
+        notes += source.notes
     except SplitUnknownError as error:
-        findings.notes.append(f"its tensors cannot be put together yet: {error}")
+        notes.append(f"its tensors cannot be put together yet: {error}")
     except CheckpointError as error:
         failure = str(error)
-    names = _names(folder, format_name, source, findings)
-    _check_files(folder, names, _Checks(folder, format_name, source, seal_it), findings, workers, progress)
+    problems: list[tuple[str, str]] = []  # file name, empty for a problem of no single file, and text
+    names = _names(folder, format_name, source, problems, notes)
+    sizes, more = _check_files(folder, names, _Checks(folder, format_name, source, seal_it), workers, progress)
+    problems += more
     # a damaged file that was named already need not be named again
-    if failure and not any(folder.path(name) in failure for name, _ in findings.problems):
-        findings.problems.append(("", failure))
-    if seal_it and not findings.problems:
-        with bar(findings.bytes, "seal", shown=progress) as shown:
-            findings.notes.append(f"wrote {seal.seal(folder, names, shown.update)}")
-    if findings.problems and located.by_latest is not None:
-        findings.notes.append(f"{manifest.LATEST} names it; {whole_checkpoints_text(located.by_latest, folder)}")
+    if failure and not any(folder.path(name) in failure for name, _ in problems):
+        problems.append(("", failure))
+    if seal_it and not problems:
+        with bar(sum(sizes), "seal", shown=progress) as shown:
+            notes.append(f"wrote {seal.seal(folder, names, shown.update)}")
+    if problems and located.by_latest is not None:
+        notes.append(f"{manifest.LATEST} names it; {whole_checkpoints_text(located.by_latest, folder)}")
     return VerifyReport(
         root=folder.path(),
-        tag=findings.tag,
+        tag=source.tag if source else folder.name,
         format=format_name,
-        files=findings.files,
-        bytes=findings.bytes,
-        tensors=findings.tensors,
-        problems=tuple(text for _, text in sorted(findings.problems, key=lambda problem: problem[0])),
-        notes=tuple(findings.notes),
+        files=len(sizes),
+        bytes=sum(sizes),
+        tensors=len(source.tensors) if source else 0,
+        problems=tuple(text for _, text in sorted(problems, key=lambda problem: problem[0])),
+        notes=tuple(notes),
         seconds=time.monotonic() - start,
     )
 
 
-def _names(folder: Folder, format_name: str, source: Source | None, findings: _Findings) -> list[str]:
+def _names(
+    folder: Folder, format_name: str, source: Source | None, problems: list[tuple[str, str]], notes: list[str]
+) -> list[str]:
     """Return the files to read; add a problem or a note for each file that the checkpoint should not have."""
     if format_name == "deepspeed":
         return [*file_names.state_file_names(folder), *file_names.universal_file_names(folder)]
@@ -155,20 +145,20 @@ def _names(folder: Folder, format_name: str, source: Source | None, findings: _F
     if format_name == "dcp":
         for name in dcp.surplus_files(source, folder):
             text = f"{folder.path(name)} is one too many: the metadata do not name it; remove it"
-            findings.problems.append((name, text))
+            problems.append((name, text))
         return [*source.files, *dcp.metadata_files(folder)]
     for name in folder.names():
         if name in source.files or name == manifest.NAME or name.startswith(_OF_MACOS):
             continue
         if name.endswith(PARTIAL):
-            findings.notes.append(f"{folder.path(name)} is left over from an interrupted save and may be removed")
+            notes.append(f"{folder.path(name)} is left over from an interrupted save and may be removed")
         elif is_of_another_save(folder, name, source):
-            findings.notes.append(
+            notes.append(
                 f"{folder.path(name)} is left over from a save of this tag that was interrupted and may be removed"
             )
         elif _OURS.fullmatch(name):
             text = f"{folder.path(name)} is one too many: the manifest does not list it; remove it"
-            findings.problems.append((name, text))
+            problems.append((name, text))
     return [manifest.NAME, *source.files]
 
 
@@ -217,22 +207,15 @@ class _Checks:
 
 
 def _check_files(
-    folder: Folder,
-    names: Sequence[str],
-    check: _Checks,
-    findings: _Findings,
-    workers: int,
-    progress: bool,
-) -> None:
-    """Run `check` on all files in threads, largest files first, and add the problems to `findings`."""
+    folder: Folder, names: Sequence[str], check: _Checks, workers: int, progress: bool
+) -> tuple[list[int], list[tuple[str, str]]]:
+    """Run `check` on all files in threads, largest files first; return the files' sizes, and their problems."""
     sizes = {}
     for name in dict.fromkeys((*names, *check.sealed)):
         try:
             sizes[name] = folder.size(name) or 0
         except CheckpointError:  # a FIFO, a folder or a device has the name, which `check` reports
             sizes[name] = 0
-    findings.files += len(sizes)
-    findings.bytes += sum(sizes.values())
     with bar(sum(sizes.values()), "verify", shown=progress) as shown, ThreadPoolExecutor(workers) as pool:
 
         def problems_of(name: str) -> list[tuple[str, str]]:
@@ -241,5 +224,5 @@ def _check_files(
             except (CheckpointError, OSError) as error:
                 return [(name, str(error))]
 
-        for problems in pool.map(problems_of, sorted(sizes, key=lambda name: -sizes[name])):
-            findings.problems += problems
+        found = list(pool.map(problems_of, sorted(sizes, key=lambda name: -sizes[name])))
+    return list(sizes.values()), [problem for problems in found for problem in problems]

@@ -71,26 +71,21 @@ def _cast_digest(values: torch.Tensor, dtype: torch.dtype) -> str:
 
 def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, str]]:
     """Return the digests of tensors by name."""
-    return {n: (f"{t.dtype} {list(t.shape)}", _digest(t.detach().contiguous().view(-1).cpu())) for n, t in tensors}
-
-
-def unlike_first(everyone: list[Digests]) -> set[str]:
-    """Return the names of rank 0's tensors of which another rank has other digests."""
-    first, *others = everyone
-    return {name for name in first if any(other.get(name, first[name]) != first[name] for other in others)}
+    found = {}
+    for name, tensor in tensors:
+        raw = tensor.detach().contiguous().view(-1).cpu().view(torch.uint8).numpy().data
+        found[name] = (f"{tensor.dtype} {list(tensor.shape)}", xxhash.xxh3_64_hexdigest(raw))
+    return found
 
 
 def buffers_unlike_first(everyone: list[Digests], rank: int) -> set[str]:
     """Return the names of the buffers of `rank` that differ from rank 0's; rank 0 warns of all ranks' buffers."""
     first, mine = everyone[0], everyone[rank]
-    if rank == 0 and (names := unlike_first(everyone)):
+    differing = [name for name in first if any(other.get(name, first[name]) != first[name] for other in everyone)]
+    if rank == 0 and differing:
         log.get_logger().warning(
             "the buffers %s differ between the ranks: each comes back to its rank on as many ranks; on another number "
             "all get rank 0's",
-            shortened([name for name in first if name in names], MAX_NAMED),
+            shortened(differing, MAX_NAMED),
         )
     return {name for name in first.keys() & mine if mine[name] != first[name] and mine[name][0] == first[name][0]}
-
-
-def _digest(values: torch.Tensor) -> str:
-    return xxhash.xxh3_64_hexdigest(values.view(torch.uint8).numpy().data)
