@@ -39,9 +39,9 @@ Runtime with `"place": "ort"`; PyTorch runs torch's RNNs.
 HEAD = """## Programs
 
 Programs of other libraries, each run twice on 2 ranks, without and with the section, with dropout 0 and equal seeds.
-The last column names a function in `tests/clients` to start from. "Difference" is the largest one of a step's loss to
-PyTorch's, rounded up to a power of ten; a test allows 2e-4. "Share" is that of floating-point operations in ONNX
-Runtime, with `"place": "ort"`.
+In brackets are a function in `tests/clients` to start from, the ZeRO stages, and the share of floating-point operations
+in ONNX Runtime with `"place": "ort"`. "Difference" is the largest one of a step's loss to PyTorch's, rounded up to a
+power of ten; a test allows 2e-4.
 """
 
 
@@ -120,28 +120,32 @@ def programs() -> str:
         for row in found["rows"]:
             rows.setdefault((row["test"], row.get("program", "")), []).append(row)
             waiting.discard(row["test"])
-        lines.append(f"| **{found['title']}** | | | | | |\n")
-        lines += [f"| {' | '.join(cells(cases))} |\n" for cases in rows.values()]
+        failed = [f"{row['test']} ({row['case']})" for row in found["rows"] if not row["passed"]]
+        work = f"{len(found['rows']) - len(failed)} of {len(found['rows'])}"
+        work += f", without {', '.join(failed)}" if failed else ""
+        cells = found["title"], work, largest(found["rows"]), "; ".join(map(described, rows.values()))
+        lines.append(f"| {' | '.join(cells)} |\n")
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
-    head = "| program | | result | difference | share | function |\n|---|---|---|---|---|---|\n"
+    head = "| library | as PyTorch | difference | programs |\n|---|---|---|---|\n"
     not_run = f"\nNot run: {', '.join(sorted(waiting))}.\n" if waiting else ""
     return f"{HEAD}\n{named}.\n\n{head}{''.join(lines)}{not_run}"
 
 
-def cells(cases: list[dict[str, Any]]) -> list[str]:
-    """Return the cells of the row of a program, in order, of the cases in which the program ran."""
+def largest(rows: list[dict[str, Any]]) -> str:
+    """Return the largest difference of the rows, nothing if none has one."""
+    differences = [row["difference"] for row in rows if "difference" in row]
+    return max(differences, key=lambda text: float("inf") if text == "infinite" else float(text), default="")
+
+
+def described(cases: list[dict[str, Any]]) -> str:
+    """Return a program in words, with its function, the cases in which the program ran, and its share."""
     names = {"zero2": "ZeRO-2", "zero3": "ZeRO-3"}
-    failed = [case["case"] for case in cases if not case["passed"]]
     shares = sorted({case["share"] for case in cases if "share" in case})
-    differences = [case["difference"] for case in cases if "difference" in case]
-    return [
-        cases[0].get("program", "").rstrip(".").replace("|", "\\|"),
-        ", ".join(names.get(case["case"], case["case"]) for case in cases),
-        f"fails: {', '.join(failed)}" if failed else "as PyTorch",
-        max(differences, key=lambda text: float("inf") if text == "infinite" else float(text), default=""),
-        f"{'-'.join(map(str, dict.fromkeys((shares[0], shares[-1]))))} %" if shares else "",
-        f"`{cases[0]['test']}`",
-    ]
+    share = [f"{'-'.join(map(str, dict.fromkeys((shares[0], shares[-1]))))} %"] if shares else []
+    stages = [names.get(case["case"], case["case"]) for case in cases]
+    function = f"`{cases[0]['test']}`"
+    words = cases[0].get("program", "").rstrip(".").replace("|", "\\|")
+    return f"{words} ({', '.join([function, *stages, *share])})"
 
 
 def write() -> None:
