@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from ort_zero import env, log
 from ort_zero.compat import compiled_backward, torch_compile
+from ort_zero.compat.module_paths import is_below
 from ort_zero.compat.torch_graphs import SizeReader
 from ort_zero.compat.transformers_gelu import replace_gelus
 from ort_zero.compile import devices, sessions, view_chains
@@ -33,7 +34,6 @@ from ort_zero.errors import ExportError
 from ort_zero.runtimes.agreement import agreement
 from ort_zero.runtimes.clocks import clock_of
 from ort_zero.units import observing
-from ort_zero.units.module_paths import is_below
 from ort_zero.units.result_groups import compile_parts, divided
 from ort_zero.units.unit_forward import IN_GRAPH
 from ort_zero.utils.atomic_write import write_bytes

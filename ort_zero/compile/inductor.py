@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from ort_zero import log
 from ort_zero.compat import inductor
+from ort_zero.compat.module_paths import is_below
 from ort_zero.compat.torch_compile import OpOverload
 from ort_zero.compat.torch_graphs import SizeReader, copied, is_random
 from ort_zero.compile.dynamo_backend import Compiled, Compiler, GraphHalves, device_of, prepare
@@ -32,7 +33,6 @@ from ort_zero.runtimes import differences
 from ort_zero.runtimes.agreement import Agreement, Runner, agreement
 from ort_zero.runtimes.differences import Outputs
 from ort_zero.units import observing
-from ort_zero.units.module_paths import is_below
 
 
 class InductorCompiler(Compiler):

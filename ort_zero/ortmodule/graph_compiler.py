@@ -15,6 +15,7 @@ from torch.fx.passes.split_module import split_module
 
 from ort_zero import env, log
 from ort_zero.compat import compiled_backward
+from ort_zero.compat.module_paths import is_below
 from ort_zero.compat.torch_graphs import Symbols, flops_of
 from ort_zero.errors import ExportError
 from ort_zero.ortmodule import memory, statistics
@@ -26,7 +27,6 @@ from ort_zero.ortmodule.records import OrtGraphRecord
 from ort_zero.ortmodule.upstream.building import build
 from ort_zero.ortmodule.upstream.sessions import Session, SessionError
 from ort_zero.ortmodule.upstream.symbolics import SYMBOLICS
-from ort_zero.units.module_paths import is_below
 from ort_zero.units.result_groups import compile_parts, divided
 from ort_zero.units.unit_forward import IN_GRAPH
 

@@ -197,6 +197,20 @@ def test_a_function_that_tells_missing_gradients_from_zeros_runs_in_pytorch():
     assert "set_materialize_grads" in status["failures"]["0"] and status["units"] == ["1"]
 
 
+def test_parts_of_a_graph_whose_sizes_change():
+    def two_results(x, y, mask):
+        return x.view(mask.size()).sin(), y.view(mask.size()).cos()
+
+    compiled = torch.compile(two_results, backend="ort_zero", dynamic=True)
+    for rows in (2, 3, 5):
+        x, y, mask = torch.randn(rows * 4), torch.randn(rows * 4), torch.ones(rows, 4)
+        leaves = [[each.clone().requires_grad_() for each in (x, y)] for _ in range(2)]
+        for function, of_run in zip((two_results, compiled), leaves, strict=True):
+            function(*of_run, mask)[0].sum().backward()
+        (first, none), (ours, ours_none) = ([leaf.grad for leaf in each] for each in leaves)
+        assert none is None and ours_none is None and torch.allclose(first, ours)
+
+
 class Stopping(torch.autograd.Function):
     """Has no gradient for the first of two inputs."""
 
