@@ -13,6 +13,7 @@ import json
 import re
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from ort_zero.cli.main import make_parser
 
 PAGE = Path(__file__).with_name("reference.md")
 COMMON = ("--help", "--json", "--quiet", "--debug")
-SHARED = ("--trust-pickle", "--tp-split")
+SEVERAL = 3
+"""Commands from which on an equal argument of all of them is shown once."""
 DOORS = ("ort_zero", "ort_zero.checkpoint", "ort_zero.hooks", "ort_zero.errors")
 
 HEAD = """# Reference
@@ -49,10 +51,10 @@ COMMANDS = """
 
 `ort-zero COMMAND`, or `python -m ort_zero COMMAND`. Exit status: 0 = done, or the same; 1 = a difference, a failed
 verification, a problem to fix; 2 = bad input or usage. Every command takes `--json` (one JSON object on stdout),
-`--quiet` (errors alone), `--debug` (an error's traceback; also `ORT_ZERO_DEBUG=1`) and `--help`. Commands that read
-checkpoints also take these:
+`--quiet` (errors alone), `--debug` (an error's traceback; also `ORT_ZERO_DEBUG=1`) and `--help`. Several commands take
+these: all that read checkpoints `--trust-pickle` and `--tp-split`, all that start a script `--launcher`.
 
-| option | effect |
+| argument | effect |
 |---|---|
 """
 
@@ -137,15 +139,17 @@ def environment() -> str:
 def commands() -> str:
     """Return the tables of all commands' arguments."""
     parsers = list(parsers_of(make_parser()))
-    every = {
-        action.option_strings[-1]: action for parser in parsers for action in parser._actions if action.option_strings
+    own = {
+        parser.prog: [action for action in parser._actions if not set(action.option_strings) & set(COMMON)]
+        for parser in parsers
     }
-    text = COMMANDS + "".join(row(every[name]) for name in SHARED)
+    times = Counter(row(action) for actions in own.values() for action in actions)
+    text = COMMANDS + "".join(line for line, number in times.items() if number >= SEVERAL)
     for parser in parsers:
         description = (parser.description or "").rstrip(".")
-        actions = [action for action in parser._actions if not set(action.option_strings) & {*COMMON, *SHARED}]
+        actions = own[parser.prog]
         text += f"\n### {parser.prog}\n\n| `{usage(parser, actions)}` | {description} |\n|---|---|\n"
-        text += "".join(row(action) for action in actions)
+        text += "".join(row(action) for action in actions if times[row(action)] < SEVERAL)
     return text
 
 
@@ -186,12 +190,11 @@ def row(action: argparse.Action) -> str:
 
 
 def names() -> str:
-    """Return the tables of the public Python names."""
-    text = NAMES
+    """Return the table of the public Python names."""
+    text = f"{NAMES}\n| name | |\n|---|---|\n"
     for door in DOORS:
         module = importlib.import_module(door)
         offered = getattr(module, "__all__", None) or [name for name in vars(module) if name.endswith("Error")]
-        text += f"\n### {door}\n\n| name | |\n|---|---|\n"
         for name in offered:
             value = getattr(module, name)
             said = "the version" if isinstance(value, str) else first_sentences(inspect.getdoc(value) or "")
