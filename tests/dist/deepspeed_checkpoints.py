@@ -125,6 +125,22 @@ def read(source: Source, tensor: Tensor) -> torch.Tensor:
     return flat.reshape(tensor.shape) if tensor.strides is None else flat.as_strided(tensor.shape, tensor.strides)
 
 
+def values(source: Source, kind: str) -> dict[str, torch.Tensor]:
+    return {name: read(source, tensor) for name, tensor in source.by_name(kind).items()}
+
+
+def bits(value: torch.Tensor) -> bytes:
+    return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Compare names, dtypes, shapes and bits."""
+    assert set(mine) == set(theirs)
+    for name, value in mine.items():
+        assert value.dtype == theirs[name].dtype and value.shape == theirs[name].shape, name
+        assert bits(value) == bits(theirs[name]), name
+
+
 class Odd(torch.nn.Module):
     """Sizes that no world size divides, a frozen layer, tied weights, buffers of two types.
 

@@ -7,11 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed_checkpoints import ALL, BF16_OPTIMIZER, FEW, STEPS, TRAINED, Odd, Variant, checkpoint_of, read
+from deepspeed_checkpoints import (
+    ALL,
+    BF16_OPTIMIZER,
+    FEW,
+    STEPS,
+    TRAINED,
+    Odd,
+    Variant,
+    assert_same,
+    checkpoint_of,
+    read,
+    values,
+)
 
 from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.inspection.verification import verify
-from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Source
+from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT
 from ort_zero.errors import CheckpointError
 
 CASES = [pytest.param(world, v, id=f"{world}-{v.name}", marks=[pytest.mark.slow] if world in (4, 5) else [])
@@ -24,21 +36,6 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 def frozen(variant: Variant, held: dict[str, dict]) -> set[str]:
     """Return what no optimizer updates; DeepSpeed before 0.19 gives it the parameter without elements too."""
     return {"frozen.weight"} if variant.stage == 3 else {"frozen.weight", "nothing"} - held[TRAINED].keys()
-
-
-def values(source: Source, kind: str) -> dict[str, torch.Tensor]:
-    return {name: read(source, tensor) for name, tensor in source.by_name(kind).items()}
-
-
-def bits(value: torch.Tensor) -> torch.Tensor:
-    return value.contiguous().reshape(-1).view(torch.uint8)
-
-
-def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert set(mine) == set(theirs)
-    for name, value in mine.items():
-        assert value.dtype == theirs[name].dtype and value.shape == theirs[name].shape, name
-        assert bits(value).equal(bits(theirs[name])), name
 
 
 @pytest.fixture

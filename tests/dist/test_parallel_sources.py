@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed_checkpoints import read
+from deepspeed_checkpoints import assert_same, bits, read, values
 from parallel_checkpoints import ALL, SPLITS, STEPS, WORLD, Variant, resume, written
 from rank_processes.ranks import run_on_ranks
 from safetensors.torch import load_file
@@ -23,7 +23,7 @@ from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.inspection.differences import diff
 from ort_zero.checkpoint.inspection.listing import list_checkpoints
 from ort_zero.checkpoint.inspection.verification import verify
-from ort_zero.checkpoint.records import MASTER, Source
+from ort_zero.checkpoint.records import MASTER
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 RULES = [f"{name}={dim}/{fused}" if fused > 1 else f"{name}={dim}" for name, (dim, fused) in SPLITS.items()]
@@ -32,21 +32,6 @@ UNIVERSAL = [variant for variant in ALL if variant.universal]
 
 def rules(variant: Variant) -> list[str]:
     return RULES if variant.train == "megatron" else []
-
-
-def bits(value: torch.Tensor) -> bytes:
-    return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert set(mine) == set(theirs)
-    for name, value in mine.items():
-        assert value.dtype == theirs[name].dtype and value.shape == theirs[name].shape, name
-        assert bits(value) == bits(theirs[name]), name
-
-
-def values(source: Source, kind: str) -> dict[str, torch.Tensor]:
-    return {name: read(source, tensor) for name, tensor in source.by_name(kind).items()}
 
 
 @pytest.fixture(params=ALL, ids=lambda variant: variant.name)

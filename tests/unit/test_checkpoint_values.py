@@ -88,26 +88,6 @@ def test_tensors_and_arrays_keep_dtype_and_shape():
     assert found["s"].shape == () and found["s"].dtype == torch.int64
 
 
-def test_the_format_is_that_of_earlier_checkpoints():
-    value = {"lr": [0.1, math.inf], "betas": (0.9, 0.99), 3: b"\x00", "seen": {1}}
-    value |= {"dtype": torch.bfloat16, "device": torch.device("cpu"), "args": argparse.Namespace(x=1)}
-    value |= {"t": torch.ones(1), "n": np.ones(1)}
-    written = {"__type__": "dict", "items": [
-        ["lr", [0.1, {"__type__": "float", "value": "inf"}]],
-        ["betas", {"__type__": "tuple", "items": [0.9, 0.99]}],
-        [3, {"__type__": "bytes", "value": "AA=="}],
-        ["seen", {"__type__": "set", "items": [1]}],
-        ["dtype", {"__type__": "dtype", "value": "bfloat16"}],
-        ["device", {"__type__": "device", "value": "cpu"}],
-        ["args", {"__type__": "namespace", "value": {"x": 1}}],
-        ["t", {"__type__": "tensor", "index": 0}],
-        ["n", {"__type__": "ndarray", "index": 1}],
-    ]}  # fmt: skip
-    tensors: list[torch.Tensor] = []
-    assert values.encode(value, "x", tensors) == written
-    assert values.decode(written, tensors) == value
-
-
 @pytest.mark.parametrize(
     "written", [{"__type__": "bytes", "value": 1}, {"__type__": "tensor", "index": 3}, {"__type__": "dtype"}], ids=str
 )

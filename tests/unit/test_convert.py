@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import checkpoint_files
 import deepspeed_states
 import pytest
 import torch
+from deepspeed_checkpoints import assert_same as assert_tensors_same
 from deepspeed_checkpoints import read
 
 from ort_zero.checkpoint.conversions import converting
@@ -51,17 +53,13 @@ for to in ("ort_zero", "deepspeed", "universal"):
 """Prints by how many MiB the anonymous memory of the process grows in conversions of a small and a large checkpoint."""
 
 
-def values_of(source: Source) -> dict[tuple[str, str], torch.Tensor]:
+def values_of(source: Source) -> dict[Any, torch.Tensor]:
     return {(t.kind, t.name): read(source, t) for t in source.tensors}
 
 
 def assert_same(one: Source, other: Source) -> None:
     """Compare tensors bit by bit, and all that is known besides them."""
-    mine, theirs = values_of(one), values_of(other)
-    assert mine.keys() == theirs.keys()
-    for key, value in mine.items():
-        assert value.dtype == theirs[key].dtype and value.shape == theirs[key].shape, key
-        assert torch.equal(value, theirs[key]), key
+    assert_tensors_same(values_of(one), values_of(other))
     assert one.optimizer is not None and other.optimizer is not None
     assert one.optimizer.scalars == other.optimizer.scalars
     groups = [[(set(g.names), dict(g.options)) for g in s.optimizer.groups] for s in (one, other) if s.optimizer]

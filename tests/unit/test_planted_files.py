@@ -165,7 +165,6 @@ FAULTS: dict[str, dict[str, tuple[str | None, Change]]] = {
             written(lambda text: text.replace('"step": 7', '"step": ' + "9" * 100_000)),
         ),
         "escapes in a name": ("not printable", edited(lambda m: rename(m, "a.bias", "a\x1b[2J\nok: all fine"))),
-        "half a surrogate in a name": ("not printable", edited(lambda m: rename(m, "a.bias", "a\ud800"))),
         "half a surrogate in a configuration": (
             "no text that UTF-8",
             edited(lambda m: m["config"].update({"config.json": "\ud800"})),
@@ -177,14 +176,11 @@ FAULTS: dict[str, dict[str, tuple[str | None, Change]]] = {
         ),
         "a file twice": ("lists the file .* twice", edited(lambda m: m["files"].append(dict(m["files"][0])))),
         "dots in a file name": ("own folder", edited(lambda m: m["files"][0].update(name=f"../{SHARD}"))),
-        "an absolute file name": ("own folder", edited(lambda m: m["files"][0].update(name="/etc/passwd"))),
         "a line break in a file name": ("own folder", edited(lambda m: m["files"][0].update(name="a\nok: b"))),
-        "a negative offset": ("0 or more", edited(lambda m: tensor(m, "a.weight")["pieces"][0].__setitem__(1, -4))),
         "overlapping pieces": (
             "in two pieces",
             edited(lambda m: tensor(m, "a.weight")["pieces"][1].__setitem__(3, 3)),
         ),
-        "a manifest from the future": ("format version 5", edited(lambda m: m.update(version=5))),
         "a version that is a truth": ("format version True", edited(lambda m: m.update(version=True))),
         "a key from the future": ("future_field", edited(lambda m: m.update(future_field=1))),
         "a weight of the module without a master": (
@@ -234,7 +230,6 @@ FAULTS: dict[str, dict[str, tuple[str | None, Change]]] = {
             "holds no masters that can be read",
             pickled(pickle.dumps({"optimizer_state_dict": {"a": CIRCLE}})),
         ),
-        "a call of getattr": ("is not a file|calls", pickled(b"\x80\x02cbuiltins\ngetattr\ncos\nsystem\n\x85R.")),
         "a call of a name from the stack": (
             "calls os.system",
             pickled(b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x02id\x85R."),
@@ -281,19 +276,10 @@ FAULTS: dict[str, dict[str, tuple[str | None, Change]]] = {
         ),
         "a truncated file": ("truncated", truncated(OPTIMIZER, -1000)),
         "an empty file": ("is empty", truncated(OPTIMIZER, 0)),
-        "a missing file of a rank": (f"{OPTIMIZER} is missing: 2 ranks", removed(OPTIMIZER)),
         "a missing module": (f"{MODULE} is missing", removed(MODULE)),
         "two ranks swapped": (
             "rank_1_.* is rank 0's file|rank_0_.* is rank 1's file",
             swapped(OPTIMIZER, OPTIMIZER.replace("rank_1_", "rank_0_")),
-        ),
-        "a rank of another step": (
-            "is of another step",
-            zero(
-                lambda state: [
-                    row.update(step=torch.tensor(9.0)) for row in state["base_optimizer_state"]["state"].values()
-                ]
-            ),
         ),
         "a rank of another world size": (
             "is of another world size",
@@ -311,7 +297,6 @@ FAULTS: dict[str, dict[str, tuple[str | None, Change]]] = {
             "repeats its elements to",
             saved(lambda m: m["module"].update(mask=torch.zeros(1).expand(1 << 60))),
         ),
-        "values nested too deeply": ("nested too deeply", pickled(b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".")),
         "a dtype that is not stored": (
             "frozen.weight: tensors of torch.complex128",
             saved(lambda m: m["module"].update({"frozen.weight": torch.zeros(7, 5, dtype=torch.complex128)})),
@@ -370,7 +355,6 @@ FAULTS: dict[str, dict[str, tuple[str | None, Change]]] = {
             "",
             zero(lambda state: state.update(fp32_flat_groups=[flat.int() for flat in state["fp32_flat_groups"]])),
         ),
-        "a file without its last bytes": ("truncated", truncated(MODULE3, -3)),
         "a missing module of a rank": (f"{MODULE3} is missing", removed(MODULE3)),
         "a module of another step": (
             f"{MODULE3} is of another global step|is of another global step: 9",
