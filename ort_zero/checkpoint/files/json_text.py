@@ -7,6 +7,7 @@ of one name, of which different readers would take different values.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ort_zero.errors import CorruptCheckpointError
@@ -46,7 +47,6 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the pairs as a dict; raise ValueError if two pairs have the same name."""
     table = dict(pairs)
     if len(table) != len(pairs):
-        seen: set[str] = set()
-        repeated = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{repeated!r} occurs twice in one object")
     return table

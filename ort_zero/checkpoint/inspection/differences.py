@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -112,7 +112,6 @@ class _Side:
     source: Source
     folder: Folder
     tensors: dict[str, Tensor]
-    aliases: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: Source, with_optimizer: bool) -> _Side:
@@ -122,11 +121,11 @@ class _Side:
             stored |= {f"{t.kind}/{t.name}": t for t in source.tensors if t.is_optimizer_state}
         root = source.root
         folder = open_folder((root.rpartition("/")[0] or ".") if root.endswith(safetensors_files.END) else root)
-        return cls(source, folder, stored, dict(source.aliases))
+        return cls(source, folder, stored)
 
     def resolved(self, name: str) -> str:
         """Return the name under which the values of `name` are stored: another name if the parameter is tied."""
-        return self.aliases.get(name, name)
+        return self.source.aliases.get(name, name)
 
 
 def diff(
@@ -219,7 +218,7 @@ def _matched(one: _Side, other: _Side) -> tuple[list[tuple[str, Tensor, Tensor]]
     """
     pairs: dict[tuple[str, str], tuple[str, Tensor, Tensor]] = {}
     only: tuple[list[str], list[str]] = ([], [])
-    for name in dict.fromkeys((*one.tensors, *other.tensors, *one.aliases, *other.aliases)):
+    for name in dict.fromkeys((*one.tensors, *other.tensors, *one.source.aliases, *other.source.aliases)):
         a, b = one.resolved(name), other.resolved(name)
         if a in one.tensors and b in other.tensors:
             pairs.setdefault((a, b), (name, one.tensors[a], other.tensors[b]))

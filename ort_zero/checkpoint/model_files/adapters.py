@@ -207,8 +207,7 @@ def _with_base_prefix(name: str) -> str:
 
 def _file_name(name: str, adapter: str) -> str:
     """Return the name of an adapter's parameter in PEFT's file."""
-    text = name.replace(f".{_SAVED}.{adapter}", "") if f".{_SAVED}.{adapter}" in name else name
-    if text == name:
-        text = name.removesuffix(".weight") if f".{_MAGNITUDE}." in name else name
-        text = re.sub(rf"\.{re.escape(adapter)}(?=\.|$)", "", text)
-    return _with_base_prefix(text)
+    if f".{_SAVED}.{adapter}" in name:
+        return _with_base_prefix(name.replace(f".{_SAVED}.{adapter}", ""))
+    name = name.removesuffix(".weight") if f".{_MAGNITUDE}." in name else name
+    return _with_base_prefix(re.sub(rf"\.{re.escape(adapter)}(?=\.|$)", "", name))

@@ -144,69 +144,55 @@ def save(
     """
     wait(engine)
     ranks = all_ranks()
-    with interrupts_deferred():
-        return _save(
-            engine, path, tag, async_save, ranks, dict(client_state or {}), save_latest, exclude_frozen_parameters
-        )
-
-
-def _save(
-    engine: Any,
-    path: str,
-    tag: str | None,
-    async_save: bool,
-    ranks: RankGroup,
-    client_state: Mapping[str, Any],
-    save_latest: bool,
-    exclude_frozen: bool,
-) -> str:
-    """Run :func:`save`; the caller delays interrupts while ranks exchange messages."""
-    with ranks.raise_on_all("preparing the checkpoint"):
-        state = EngineState(engine)
-        buffers = digests(state.buffers())
-        tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-        check_tag(tag)
-    if micro_steps_since_step(engine):
-        log.get_logger().warning(
-            "%s is saved %d micro-steps after the optimizer's last step: a checkpoint holds no gradients, "
-            "so a resumed run accumulates them again",
-            tag,
-            micro_steps_since_step(engine),
-        )
-    save_id, run_id, suffix, everyone = _agree(ranks, path, tag, buffers)
-    with ranks.raise_on_all("preparing the checkpoint"):
-        state.wait_for_copies()
-        about, shapes = capture.describe(state, exclude_frozen)
-        about = replace(about, root=open_folder(path).child(tag).path(), tag=tag, save_id=save_id, run_id=run_id)
-        differing = buffers_unlike_first(everyone, ranks.rank)
-        shard = capture.shard_of(state, ranks.rank, ranks.size, client_state, exclude_frozen, differing)
-        masters = master_digests(state.module_weights(), shard.weights)
-    # now, also for a background save: the program may put the old weights back at once
-    shard.weights.extend(weights_unlike_masters(state.module_weights(), masters, ranks))
-    finish_copy = None
-    if async_save:
+    with interrupts_deferred():  # while ranks exchange messages
         with ranks.raise_on_all("preparing the checkpoint"):
-            staging = _staging.setdefault(engine, Staging())
-            shard, finish_copy = staging.begin(shard, state.steps_can_wait())
-    job = SaveJob(
-        path=path,
-        about=about,
-        shapes=shapes,
-        suffix=suffix,
-        save_latest=save_latest,
-        durable=async_save,
-        shard=shard,
-    )
-    if finish_copy is None:
-        write_checkpoint(job, ranks)
+            state = EngineState(engine)
+            buffers = digests(state.buffers())
+            tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
+            check_tag(tag)
+        if micro_steps_since_step(engine):
+            log.get_logger().warning(
+                "%s is saved %d micro-steps after the optimizer's last step: a checkpoint holds no gradients, "
+                "so a resumed run accumulates them again",
+                tag,
+                micro_steps_since_step(engine),
+            )
+        save_id, run_id, suffix, everyone = _agree(ranks, path, tag, buffers)
+        with ranks.raise_on_all("preparing the checkpoint"):
+            state.wait_for_copies()
+            about, shapes = capture.describe(state, exclude_frozen_parameters)
+            about = replace(about, root=open_folder(path).child(tag).path(), tag=tag, save_id=save_id, run_id=run_id)
+            differing = buffers_unlike_first(everyone, ranks.rank)
+            shard = capture.shard_of(
+                state, ranks.rank, ranks.size, client_state or {}, exclude_frozen_parameters, differing
+            )
+            masters = master_digests(state.module_weights(), shard.weights)
+        # now, also for a background save: the program may put the old weights back at once
+        shard.weights.extend(weights_unlike_masters(state.module_weights(), masters, ranks))
+        finish_copy = None
+        if async_save:
+            with ranks.raise_on_all("preparing the checkpoint"):
+                staging = _staging.setdefault(engine, Staging())
+                shard, finish_copy = staging.begin(shard, state.steps_can_wait())
+        job = SaveJob(
+            path=path,
+            about=about,
+            shapes=shapes,
+            suffix=suffix,
+            save_latest=save_latest,
+            durable=async_save,
+            shard=shard,
+        )
+        if finish_copy is None:
+            write_checkpoint(job, ranks)
+            return tag
+        thread = _BackgroundSave(job, ranks, finish_copy)
+        if state.steps_can_wait():
+            thread.end_of_waits = state.before_changes(thread.copied.wait)
+        _pending[engine] = thread
+        _running.append(thread)
+        thread.start()
         return tag
-    thread = _BackgroundSave(job, ranks, finish_copy)
-    if state.steps_can_wait():
-        thread.end_of_waits = state.before_changes(thread.copied.wait)
-    _pending[engine] = thread
-    _running.append(thread)
-    thread.start()
-    return tag
 
 
 @contextmanager
