@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Callable
 from typing import Any
+
+from rank_processes.ranks import run_on_ranks
 
 
 def once(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,3 +27,10 @@ def once(launch: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return remembered
+
+
+@once
+def launched(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
+    """Return what `function` returns on each of `ranks` ranks; its last argument is a folder that goes afterwards."""
+    with tempfile.TemporaryDirectory(prefix="ort_zero_") as folder:
+        return run_on_ranks(function, ranks, *arguments, folder, timeout=580)

@@ -136,10 +136,10 @@ class Run:
 def compare(scenarios: Mapping[str, Callable[[Run], None]], folder: str) -> dict[str, Any]:
     """Run each scenario in plain DeepSpeed and in ONNX Runtime; return by name what :func:`trained_alike` reads."""
     start()
-    return {name: _compare(scenario, Path(folder) / name) for name, scenario in scenarios.items()}
+    return {name: _compare(name, scenario, Path(folder) / name) for name, scenario in scenarios.items()}
 
 
-def _compare(scenario: Callable[[Run], None], folder: Path) -> dict[str, Any]:
+def _compare(name: str, scenario: Callable[[Run], None], folder: Path) -> dict[str, Any]:
     results = []
     for kind in ("torch", "ort"):
         run = Run(kind == "ort", folder / kind)
@@ -148,7 +148,7 @@ def _compare(scenario: Callable[[Run], None], folder: Path) -> dict[str, Any]:
             scenario(run)
             results.append(run.result())
         except Exception:
-            text = f"{scenario.__name__} in {kind}:\n{traceback.format_exc()}"
+            text = f"{name} in {kind}:\n{traceback.format_exc()}"
             try:  # where one rank alone fails, the next scenario would meet what another rank waits in
                 torch.distributed.monitored_barrier(timeout=timedelta(seconds=60))
             except RuntimeError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +11,8 @@ import mutations
 import pytest
 import torch
 from comparison import Run, compare, trained_alike
-from launch_once import once
+from launch_once import launched
 from mutations import HOOKS, OF_THE_MODEL, OF_THE_PROCESS, WIDTH
-from rank_processes.ranks import run_on_ranks
 from stack_models import AuxiliaryHeads
 from torch import nn
 
@@ -238,15 +236,9 @@ def compare_stage(stage: int, folder: str) -> dict[str, Any]:
     return compare(scenarios(stage), folder)
 
 
-@once
-def _launch(stage: int) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        return run_on_ranks(compare_stage, 2, stage, folder, timeout=580)
-
-
 @pytest.mark.parametrize("stage, name", [(stage, name) for stage in (2, 3) for name in scenarios(stage)])
 def test_a_changed_engine_trains_as_in_plain_deepspeed(stage, name):
-    for rank, reports in enumerate(_launch(stage)):
+    for rank, reports in enumerate(launched(compare_stage, 2, stage)):
         report = reports[name]
         trained_alike(report, f"{name}, ZeRO-{stage}, rank {rank}", failures=True)
         plain, ours = report["seen"]
@@ -256,5 +248,5 @@ def test_a_changed_engine_trains_as_in_plain_deepspeed(stage, name):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_generation_makes_no_graphs_of_caches(stage):
-    for reports in _launch(stage):
+    for reports in launched(compare_stage, 2, stage):
         assert reports["generation"]["notes"][1]["new graphs"] <= 2, "sizes without a cache alone"

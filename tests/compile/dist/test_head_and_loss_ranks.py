@@ -5,14 +5,12 @@ Each function up to the tests is a scenario, which runs in plain DeepSpeed first
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
 import pytest
 import torch
 from comparison import Run, compare, trained_alike
-from launch_once import once
-from rank_processes.ranks import run_on_ranks
+from launch_once import launched
 
 CLASSES = 4096
 
@@ -75,15 +73,9 @@ def compare_all(folder: str) -> dict[str, Any]:
     return compare(SCENARIOS, folder)
 
 
-@once
-def _launch() -> list[dict]:
-    with tempfile.TemporaryDirectory(prefix="ort_zero_heads_") as folder:
-        return run_on_ranks(compare_all, 2, folder, timeout=400)
-
-
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_training_is_that_of_plain_deepspeed(name):
-    for rank, reports in enumerate(_launch()):
+    for rank, reports in enumerate(launched(compare_all, 2)):
         report = reports[name]
         trained_alike(report, f"{name}, rank {rank}")
         assert max(report["parameters"].values()) <= 1e-4

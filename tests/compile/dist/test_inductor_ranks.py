@@ -89,8 +89,6 @@ def train_all(folder: str) -> dict[str, Any]:
         "not reentrant": functools.partial(checkpointed_lengths, reentrant=False),
         "other times": compiled_at_other_times,
     }
-    for name, scenario in named.items():
-        scenario.__name__ = name
     return compare(named, folder)
 
 

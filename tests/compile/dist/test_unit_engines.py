@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import tempfile
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from comparison import GRADIENT, Run, compare, section, trained_alike
-from launch_once import once
-from rank_processes.ranks import run_on_ranks
+from launch_once import launched
 from stack_models import IN, OUT, Stack
 from torch import nn
 from torch.nn import functional as F
@@ -149,20 +146,14 @@ def all_engines(folder: str) -> dict[str, Any]:
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
-@once
-def _launch() -> list[dict]:
-    with tempfile.TemporaryDirectory(prefix="ort_zero_engines_") as folder:
-        return run_on_ranks(all_engines, 2, str(Path(folder)), timeout=400)
-
-
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
 def test_an_engine_does_what_plain_deepspeed_does(name):
-    for rank, reports in enumerate(_launch()):
+    for rank, reports in enumerate(launched(all_engines, 2)):
         trained_alike(reports[name], f"{name}, rank {rank}")
 
 
 def test_a_destroyed_engine_leaves_nothing_behind():
-    for reports in _launch():
+    for reports in launched(all_engines, 2):
         notes = reports["destroyed"]["notes"][1]
         assert [notes[f"alive {number}"] for number in range(3)] == [[], [], []]
         assert [notes[f"models {number}"] for number in range(3)] == [[True]] * 3
@@ -171,7 +162,7 @@ def test_a_destroyed_engine_leaves_nothing_behind():
 
 
 def test_a_wrapped_model_trains_sharded_by_fsdp2():
-    for reports in _launch():
+    for reports in launched(all_engines, 2):
         theirs, *both = reports["fsdp"]
         for losses, gradients in both:
             assert losses == pytest.approx(theirs[0], abs=1e-6)
@@ -181,7 +172,7 @@ def test_a_wrapped_model_trains_sharded_by_fsdp2():
 
 
 def test_a_wrapped_model_trains_in_a_distributed_data_parallel():
-    for reports in _launch():
+    for reports in launched(all_engines, 2):
         (losses, gradients), (our_losses, our_gradients) = reports["ddp"]
         assert our_losses == pytest.approx(losses, abs=1e-6)
         for name, gradient in gradients.items():

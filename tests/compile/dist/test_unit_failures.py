@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from comparison import Run, compare, trained_alike
-from launch_once import once
-from rank_processes.ranks import run_on_ranks
+from launch_once import launched
 from unit_models import losses_of
 
 BUCKET = 5000
@@ -136,8 +134,6 @@ def failing_kernel(run: Run) -> None:
 def fail_all(folder: str) -> dict[str, Any]:
     """Run all scenarios; a segment is checked once in a process: those with wrong kernels have their own models."""
     named: dict[str, Any] = {f"uncompiled {stage}": functools.partial(uncompiled, stage=stage) for stage in (2, 3)}
-    for name, scenario in named.items():
-        scenario.__name__ = name
     others = (
         *(uncompiled_later, wrong_conversion, failing_conversion),
         *(wrong_kernel, later_wrong_kernel, failing_kernel),
@@ -148,15 +144,9 @@ def fail_all(folder: str) -> dict[str, Any]:
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
-@once
-def _launch() -> list[dict]:
-    with tempfile.TemporaryDirectory(prefix="ort_zero_failures_") as folder:
-        return run_on_ranks(fail_all, 2, folder, timeout=400)
-
-
 def _reports(name: str, *, in_ort: bool = True) -> list[dict]:
     """Return the report of each rank, after the assertions that all share."""
-    reports = [report[name] for report in _launch()]
+    reports = [report[name] for report in launched(fail_all, 2)]
     for rank, report in enumerate(reports):
         trained_alike(report, f"{name}, rank {rank}", failures=True, ran=in_ort or rank == 0)
         assert max(report["parameters"].values()) <= 1e-4

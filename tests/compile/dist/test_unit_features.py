@@ -6,18 +6,16 @@ Each function up to the tests is a scenario, which runs in plain DeepSpeed first
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from comparison import Run, compare, trained_alike
-from launch_once import once
+from launch_once import launched
 from models import Batches, build
 from older_versions import older
 from random_draws import WIDTH, Noisy, next_numbers, seed_all
-from rank_processes.ranks import run_on_ranks
 from stack_models import HIDDEN, IN, OUT, Actor, Block, CalledOften, Critic, Dangling, External, Stack, Switched, Tied
 from torch import nn
 from torch.nn import functional as F
@@ -319,7 +317,7 @@ def plain(run: Run, name: str) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Run], None]] = {
-    **{name: functools.update_wrapper(functools.partial(plain, name=name), plain) for name in PLAIN},
+    **{name: functools.partial(plain, name=name) for name in PLAIN},
     **{
         each.__name__: each
         for each in (
@@ -339,15 +337,9 @@ def compare_all(folder: str) -> dict[str, Any]:
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
-@once
-def _launch() -> list[dict]:
-    with tempfile.TemporaryDirectory(prefix="ort_zero_features_") as folder:
-        return run_on_ranks(compare_all, 2, folder, timeout=580)
-
-
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_feature_leads_to_the_numbers_of_plain_deepspeed(name):
-    for rank, reports in enumerate(_launch()):
+    for rank, reports in enumerate(launched(compare_all, 2)):
         report = reports[name]
         engines, failures = 2 if name == "actor_and_critic" else 1, name == READING
         trained_alike(report, f"{name}, rank {rank}", engines=engines, failures=failures)
@@ -355,7 +347,7 @@ def test_a_feature_leads_to_the_numbers_of_plain_deepspeed(name):
 
 
 def test_a_unit_that_reads_a_weight_of_another_module_runs_in_pytorch_and_is_named():
-    for reports in _launch():
+    for reports in launched(compare_all, 2):
         failures = reports[READING]["models"][0]["failures"]
         if older("deepspeed", than="0.19") and not older("deepspeed", than="0.18"):
             assert not failures, "with 0.18 ONNX Runtime runs the unit"
@@ -364,7 +356,7 @@ def test_a_unit_that_reads_a_weight_of_another_module_runs_in_pytorch_and_is_nam
 
 
 def test_scenarios_are_about_what_they_say():
-    reports, _ = _launch()
+    reports, _ = launched(compare_all, 2)
     assert reports["zero_init"]["seen"][1]["partitioned"]
     assert reports["biases stay whole"]["seen"][1]["whole"] == 8
     assert reports["leaf_modules"]["seen"][1]["leaves"] == 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import tempfile
 import time
 import weakref
 from collections.abc import Iterator
@@ -14,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 from comparison import Run, compare, trained_alike
-from launch_once import once
-from rank_processes.ranks import run_on_ranks
+from launch_once import launched
 from unit_models import losses_of
 
 MODELS = ("gpt2_sdpa", "resnet")
@@ -114,23 +112,15 @@ def measure_all(folder: str) -> dict[str, Any]:
     """Measure each model without prefetch, and one with other settings."""
     pairs = [(name, "bare") for name in MODELS] + [("gpt2_sdpa", name) for name in SETTINGS if name != "bare"]
     named = {f"{name} {setting}": functools.partial(measured, name=name, setting=setting) for name, setting in pairs}
-    for name, scenario in named.items():
-        scenario.__name__ = name
     return compare(named, folder)
 
 
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
-@once
-def _launch() -> list[dict]:
-    with tempfile.TemporaryDirectory(prefix="ort_zero_memory_") as folder:
-        return run_on_ranks(measure_all, 2, folder, timeout=400)
-
-
 def _notes(name: str) -> Iterator[tuple[dict, dict, dict]]:
     """Yield the notes of plain DeepSpeed and of ours on each rank, and the model's status."""
-    for rank, reports in enumerate(_launch()):
+    for rank, reports in enumerate(launched(measure_all, 2)):
         trained_alike(reports[name], f"{name}, rank {rank}")
         yield (*reports[name]["notes"], reports[name]["models"][0])
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from typing import Any
 
 import pytest
 from comparison import Run, compare, trained_alike
-from launch_once import once
-from rank_processes.ranks import run_on_ranks
+from launch_once import launched
 from unit_models import losses_of
 
 STEPS = 20
@@ -29,23 +27,15 @@ def trained(run: Run, name: str, stage: int) -> None:
 def train_all(folder: str) -> dict[str, Any]:
     """Train all pairs of a model and a stage."""
     named = {f"{name}_{stage}": functools.partial(trained, name=name, stage=stage) for name, stage in PAIRS}
-    for name, scenario in named.items():
-        scenario.__name__ = name
     return compare(named, folder)
 
 
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
-@once
-def _launch() -> list[dict]:
-    with tempfile.TemporaryDirectory(prefix="ort_zero_parity_") as folder:
-        return run_on_ranks(train_all, 2, folder, timeout=400)
-
-
 @pytest.mark.parametrize(("name", "stage"), PAIRS)
 def test_losses_and_gradients_are_those_of_plain_deepspeed(name, stage):
-    for rank, reports in enumerate(_launch()):
+    for rank, reports in enumerate(launched(train_all, 2)):
         report = reports[f"{name}_{stage}"]
         trained_alike(report, f"{name} under ZeRO-{stage}, rank {rank}")
         (status,) = report["models"]

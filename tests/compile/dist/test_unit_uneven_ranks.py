@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import functools
 import os
-import tempfile
 from typing import Any
 
 import pytest
 import torch
 from comparison import Run, compare, trained_alike
-from launch_once import once
-from rank_processes.ranks import run_on_ranks
+from launch_once import launched
 from torch import nn
 from torch.nn import functional as F
 
@@ -139,15 +137,9 @@ def train_all(folder: str) -> dict[str, Any]:
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
-@once
-def _launch(ranks: int) -> list[dict]:
-    with tempfile.TemporaryDirectory(prefix="ort_zero_uneven_") as folder:
-        return run_on_ranks(train_all, ranks, folder, timeout=400)
-
-
 @pytest.mark.parametrize(("ranks", "stage"), [(2, 2), (2, 3), pytest.param(4, 3, marks=pytest.mark.slow)])
 def test_ranks_that_skip_experts_train_as_in_plain_deepspeed(ranks, stage):
-    reports = [report[str(stage)] for report in _launch(ranks)]
+    reports = [report[str(stage)] for report in launched(train_all, ranks)]
     for rank, report in enumerate(reports):
         trained_alike(report, f"experts under ZeRO-{stage}, rank {rank} of {ranks}")
         assert max(report["parameters"].values()) <= 1e-4
