@@ -91,6 +91,10 @@ class CompileEngine(Engine[GraphRecord]):
         """Whether units may start in PyTorch: they are timed, and neither models nor an explanation are wanted."""
         return self._times_units and self.settings.save_onnx is None and env.request_file(env.EXPLAIN) is None
 
+    def is_tried(self, unit: nn.Module, unit_class: str) -> bool:
+        """Return True for a head, and once it is known what runs the segments of the class."""
+        return is_head(unit) or self.placed_segments(unit_class) is not None
+
     def has_failed(self, unit_class: str) -> bool:
         """Return True if a segment of a class of units has failed or differed."""
         return any(segment.trial.failed for graph in self.graphs_of(unit_class) for segment in graph.segments)

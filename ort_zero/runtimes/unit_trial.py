@@ -7,6 +7,7 @@ large products. They also leave out what a unit's own forward takes more than th
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -151,6 +152,12 @@ def trial_key(unit: nn.Module, inputs: Any, runners: Iterable[Runner], graphs: I
     read = [(tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
     facts = (type(unit).__qualname__, unit.training, parameters, read, [each.value for each in runners], sorted(graphs))
     return "unit_" + _hash(facts)
+
+
+def sizes_of(unit: nn.Module) -> tuple[int, Any]:
+    """Return the number of elements of a unit's parameters, and their shapes."""
+    shapes = tuple(full_shape(parameter) for parameter in parameters_of(unit))
+    return sum(map(math.prod, shapes)), shapes
 
 
 def start_key(unit: nn.Module, inputs: Any, runners: Iterable[Runner]) -> str:

@@ -133,6 +133,10 @@ class Engine(abc.ABC, Generic[Graph]):
     def goes_to_torch(self, unit: nn.Module, unit_class: str) -> bool:
         """Return True if PyTorch runs a unit from now on, without a trial of the whole unit."""
 
+    def is_tried(self, unit: nn.Module, unit_class: str) -> bool:
+        """Return True if a unit need not wait any more for what becomes of others of its class."""
+        return True
+
     def has_failed(self, unit_class: str) -> bool:
         """Return True if a part of a class of units has failed or computed something else than PyTorch."""
         return False

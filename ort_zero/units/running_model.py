@@ -12,13 +12,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ort_zero import log
 from ort_zero.compat import torch_compile
-from ort_zero.compat.torch_compile import tree_leaves
+from ort_zero.compat.torch_compile import saves_plainly, tree_leaves
 from ort_zero.compat.torch_modules import modules_of, named_modules_of
 from ort_zero.errors import ExportError
 from ort_zero.runtimes import registry
 from ort_zero.runtimes.agreement import Runner, agreement
 from ort_zero.runtimes.clocks import clock_of
-from ort_zero.runtimes.unit_trial import UnitTrial, start_key, trial_key
+from ort_zero.runtimes.unit_trial import UnitTrial, sizes_of, start_key, trial_key
 from ort_zero.units.caches import leave_out_caches
 from ort_zero.units.class_forward import ClassForward
 from ort_zero.units.engine import Engine, GraphCompiler
@@ -54,6 +54,8 @@ class UnitsModel:
         self.units = [RunningUnit(unit) for unit in units]
         self.compiled: dict[Any, tuple[ClassForward, GraphCompiler]] = {}
         self.trials: dict[str, UnitTrial] = {}
+        self.started: dict[str, dict[Any, bool]] = {}
+        """Whether units are compiled, by class and sizes: first the smallest and the largest one of each class."""
         self._seen: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
         for each in modules_of(module):
             self._seen[each] = True
@@ -239,15 +241,33 @@ class EngineRunner(UnitRunner):
             return None
         return start_key(unit, inputs, self._model.engine.runners_on(tensors[0].device))
 
-    def starts_in_torch(self, unit: nn.Module, inputs: Any) -> bool:
-        key = self._start_key(unit, inputs)
-        if key is None or agreement().placement(key) is None:
-            return False
-        unit_class = self._unit.unit_class
-        of_class = (each.reference() for each in self._model.units if each.unit_class == unit_class)
-        if not any(is_compiled(each) for each in of_class if each is not None and each is not unit):
-            self._model.engine.leave_to(Runner.TORCH, unit_class, "it was faster at an earlier start")
-        return True
+    def starts_in(self, unit: nn.Module, inputs: Any) -> Runner | None:
+        model, unit_class, key = self._model, self._unit.unit_class, self._start_key(unit, inputs)
+        if key is None:
+            return model.engine.first_runner
+        if agreement().placement(key) is not None:
+            if not any(is_compiled(each) for each in self._units_alike() if each is not unit):
+                model.engine.leave_to(Runner.TORCH, unit_class, "it was faster at an earlier start")
+            return Runner.TORCH
+        if unit_class not in model.started:
+            of_class = sorted(map(sizes_of, self._units_alike()))
+            model.started[unit_class] = {of_class[0]: False, of_class[-1]: False}
+        started, sizes = model.started[unit_class], sizes_of(unit)
+        if sizes in started or not saves_plainly():
+            started[sizes] = True
+            return model.engine.first_runner
+        if not (all(started.values()) and model.engine.is_tried(unit, unit_class)):
+            return None
+        if self.goes_to_torch(unit):
+            self.keep_in_torch(unit, inputs)
+            return Runner.TORCH
+        started.update(dict.fromkeys(map(sizes_of, self._units_alike()), True))
+        return model.engine.first_runner
+
+    def _units_alike(self) -> list[nn.Module]:
+        """Return the living units of this unit's class."""
+        units = (each.reference() for each in self._model.units if each.unit_class == self._unit.unit_class)
+        return [unit for unit in units if unit is not None]
 
     def keep_in_torch(self, unit: nn.Module, inputs: Any) -> None:
         key = self._start_key(unit, inputs)

@@ -49,9 +49,12 @@ class UnitRunner:
         """Return True if PyTorch runs the unit from now on."""
         return False
 
-    def starts_in_torch(self, unit: nn.Module, inputs: Any) -> bool:
-        """Return True if an earlier start has decided that PyTorch runs the unit; asked at its first training call."""
-        return False
+    def starts_in(self, unit: nn.Module, inputs: Any) -> Runner | None:
+        """Return what runs a unit from now on: ``TORCH``, or what compiles it; asked at the unit's first training call.
+
+        None: PyTorch runs the call, and the next one asks again, since units like this one are tried first.
+        """
+        return Runner.ONNXRUNTIME
 
     def keep_in_torch(self, unit: nn.Module, inputs: Any) -> None:
         """Keep for later starts that PyTorch runs the unit."""
@@ -90,7 +93,7 @@ class UnitForward:
         self.is_suspended = False
         """Whether PyTorch runs the unit for now."""
         self.has_started = False
-        """Whether the unit has had a training call."""
+        """Whether the unit is compiled since a training call, which need not be its first one."""
         self.is_timed = False
         """Whether calls are timed, by each runner in turn."""
         self.is_settled = False
@@ -114,12 +117,11 @@ class UnitForward:
         self.calls += 1
         # not in a backward: activation checkpointing must compute again what the forward has computed
         trial, form = None, self.compiled
-        starts = not self.has_started and torch.is_grad_enabled()
-        if (starts or self.is_timed or self.calls in _ASKED) and not in_backward():
-            if starts:
-                self._start((args, kwargs))
-            else:
-                trial = self._trial((args, kwargs))
+        if not self.has_started and torch.is_grad_enabled() and not in_backward():
+            if not self._starts_compiled((args, kwargs)):
+                return self._run_plainly(self.unit, args, kwargs)
+        elif (self.is_timed or self.calls in _ASKED) and not in_backward():
+            trial = self._trial((args, kwargs))
             if self.compiled is None:
                 self.runner.gone_to_torch()
                 return self._run_plainly(self.unit, args, kwargs)
@@ -158,11 +160,15 @@ class UnitForward:
     def _form(self, runner: Runner) -> Callable[..., Any]:
         return self.original if runner is Runner.TORCH else self.runner.form(self.unit, self.original, runner)
 
-    def _start(self, inputs: Any) -> None:
-        """Hand the unit to PyTorch if an earlier start has decided so."""
-        self.has_started = True
-        if self.runner.starts_in_torch(self.unit, inputs):
+    def _starts_compiled(self, inputs: Any) -> bool:
+        """Return True if the unit is compiled from now on; False if PyTorch runs the call, or all calls."""
+        runner = self.runner.starts_in(self.unit, inputs)
+        if runner is Runner.TORCH:
             self.compiled = None
+            self.runner.gone_to_torch()
+        elif runner is not None or self.calls >= _WATCHED:
+            self.has_started, self.calls = True, 1
+        return self.has_started
 
     def _trial(self, inputs: Any) -> UnitTrial | None:
         """Return the trial that a call belongs to, or None; hand the unit to the runner that a trial has decided on."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ort_zero
+from ort_zero.compile.engine import CompileEngine
 from ort_zero.runtimes.agreement import Agreement, Runner, agreement
 from ort_zero.runtimes.unit_trial import UnitTrial
 from ort_zero.units.running_model import _models
@@ -168,9 +169,9 @@ def test_what_is_checkpointed_is_not_timed():
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 256) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, width), nn.Linear(width, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -230,3 +231,19 @@ def test_a_later_start_leaves_to_pytorch_at_once_what_was_slower(tmp_path, monke
         assert start(1, **other)["graph_runs"]["forward"] == 3, f"{other}: all units are compiled"
     wider = start(1, rows=3)
     assert wider["compiled"]["graphs"] == 0, "sizes count by powers of two"
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_the_smallest_and_the_largest_unit_of_a_class_are_tried_first(tmp_path, monkeypatch, is_faster: bool):
+    monkeypatch.setenv("ORT_ZERO_CACHE_DIR", str(tmp_path))
+    agreement.cache_clear()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(width) for width in (48, 32, 64, 128, 96)))
+    if is_faster:
+        monkeypatch.setattr(CompileEngine, "_why_not_in_ort", lambda self, unit_class: None)
+    status = trained(model, 60)
+    assert status["compiled"]["dynamo_graphs"] == (5 if is_faster else 2)
+    if not is_faster:
+        assert status["runners"]["Layer"]["units"] == {"torch": 5} and status["compiled"]["settled"]
+        agreement.cache_clear()
+        assert trained(model, 1)["compiled"]["dynamo_graphs"] == 0, "the decision on the others is kept too"
