@@ -7,6 +7,7 @@ from typing import Any
 
 from ort_zero.cli import print_result
 from ort_zero.cli.script_options import add_script, command_of, script_progress
+from ort_zero.profiling.comparison import runners_of
 from ort_zero.utils.script_process import ScriptError
 
 _EPILOG = """The script is started unchanged, and ended when it is settled where each part runs: after some tens of
@@ -45,15 +46,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _runners_of(found: dict[str, Any]) -> list[str]:
-    """Return in words which runners run the units of a class, where units were timed, and the times."""
-    if not found["ms"]:
-        return []
-    units = ", ".join(f"{count} by {runner}" for runner, count in found["units"].items())
-    times = ", ".join(f"{runner} {value:.2f} ms" for runner, value in sorted(found["ms"].items(), key=lambda x: x[1]))
-    return [f"run {units}; a forward and a backward take: {times}"]
-
-
 def lines_of(report: dict[str, Any]) -> list[str]:
     """Return an explanation as lines of text."""
     share = report["flop_share"]
@@ -62,7 +54,8 @@ def lines_of(report: dict[str, Any]) -> list[str]:
     lines = [f"{report['model']}: {operations}{state} after {report['steps']} steps"]
     for name, unit in report["units"].items():
         lines.append(f"{name} ({report['modules'].get(name, 0)} modules)")
-        lines += [f"  {line}" for line in _runners_of(report["runners"].get(name, {"units": {}, "ms": {}}))]
+        if found := report["runners"].get(name):
+            lines.append(f"  {runners_of(found)}")
         if name in report["units_in_torch"]:
             lines.append(f"  PyTorch runs it whole: {report['units_in_torch'][name]}")
             continue

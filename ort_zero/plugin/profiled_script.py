@@ -61,7 +61,8 @@ def measure_engine(engine: Any, runtime: Any = None) -> None:
     active = recorder()
     if active is None:
         return
-    active.note_model(type(runtime.module if runtime is not None else engine.module).__name__)
+    status = runtime.status if runtime is not None else dict
+    active.note_model(type(runtime.module if runtime is not None else engine.module).__name__, status)
     _name_collectives()
     engine.register_forward_pre_hook(
         lambda called, args: active.call(called, called.training and torch.is_grad_enabled())
@@ -77,7 +78,7 @@ def measure_model(runtime: Any) -> None:
     active = recorder()
     if active is None:
         return
-    active.note_model(type(runtime.module).__name__)
+    active.note_model(type(runtime.module).__name__, runtime.status)
     if in_torch():
         runtime.fallback_reason = "ort-zero profile measures it in PyTorch"
     runtime.module.register_forward_pre_hook(

@@ -40,7 +40,7 @@ def profile(
         OSError: the trace cannot be written.
         ScriptError: the script failed, trained nothing, or ended too early.
     """
-    sides, models, total = [], [], 2 * len(_DOING)
+    sides, first, total = [], [], 2 * len(_DOING)
     with tempfile.TemporaryDirectory(prefix="ort_zero-") as traces:
         for number, backend in enumerate((ORT, TORCH)):
 
@@ -60,11 +60,12 @@ def profile(
                 why = _why(script, run.status, ranks, warmup + 2 * steps)
                 raise ScriptError(f"in {NAMES[backend]}: {why}", run.tail)
             sides.append(Side.of(finished))
-            models.append(finished[0].model)
+            first.append(finished[0])
         if trace_file is not None:
             write_text(trace_file, trace.merged(Path(traces)))
     tell(total, total, "done")
-    return Comparison(script.name, models[0], steps, *sides)
+    ours = first[0]
+    return Comparison(script.name, ours.model, steps, sides[0], sides[1], ours.runners, ours.settled)
 
 
 def _why(script: Path, status: int, ranks: Sequence[RankProfile], steps: int) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ort_zero.profiling.breakdown import KERNEL
@@ -73,6 +73,10 @@ class Comparison:
     steps: int
     ort: Side
     torch: Side
+    runners: dict[str, Any] = field(default_factory=dict)
+    """What runs the units of each class on rank 0, with the section on."""
+    settled: bool = True
+    """Whether it was settled by then what runs where."""
 
     def rows(self) -> list[Row]:
         """Return a row for each group of operators and each other kind of part, the largest difference first."""
@@ -106,7 +110,18 @@ class Comparison:
         title = f"{self.script}: {self.model}, {self.steps} steps in ONNX Runtime and in PyTorch{ranks}"
         slowed = max(self.ort.slowed, self.torch.slowed)
         note = f"note: the profilers make a step {slowed:.1f} times as long: parts with many short calls seem too long"
-        return "\n".join([title, "", *table, *([note] if slowed > _SLOWED else [])])
+        notes = [note] if slowed > _SLOWED else []
+        if not self.settled:
+            notes.append("note: it is not settled yet what runs where: give a larger --warmup, or profile once more")
+        units = [f"{name}: {runners_of(found)}" for name, found in self.runners.items()]
+        return "\n".join([title, "", *table, *notes, *units])
+
+
+def runners_of(found: Mapping[str, Any]) -> str:
+    """Return in words what runs the units of a class, and the times of those that were timed in this process."""
+    units = ", ".join(f"{count} by {runner}" for runner, count in found["units"].items())
+    times = ", ".join(f"{runner} {value:.2f} ms" for runner, value in sorted(found["ms"].items(), key=lambda x: x[1]))
+    return f"run {units}" + (f"; a forward and a backward take: {times}" if times else "")
 
 
 def _cells(indent: str, row: Row) -> list[str]:

@@ -61,6 +61,10 @@ class RankProfile:
     step_seconds: float = 0.0
     """Median time of a step without profilers."""
     error: str = ""
+    runners: dict[str, Any] = field(default_factory=dict)
+    """What runs the units of each class, as in ``ort_zero.status()``."""
+    settled: bool = True
+    """Whether that stays so from the measured steps on."""
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> RankProfile:

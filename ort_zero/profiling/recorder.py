@@ -41,16 +41,17 @@ class Recorder:
         """Time of each step so far."""
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
         self._nodes: Any = None
+        self._status: Callable[[], dict[str, Any]] = dict
         if request.backend == ORT:
             folder = Path(request.report).parent
             folder = folder if folder.is_dir() else Path(tempfile.mkdtemp())
             self._nodes = node_profiles(str(folder / f"session-{env.rank()}"))
         torch.autograd.backward = named_range(named_ranges.BACKWARD)(torch.autograd.backward)
 
-    def note_model(self, name: str) -> None:
-        """Report the class name of the first model that can be measured."""
+    def note_model(self, name: str, status: Callable[[], dict[str, Any]]) -> None:
+        """Report the class name of the first model that can be measured; `status` returns its entry in ``status()``."""
         if not self._result.model:
-            self._result.model = name
+            self._result.model, self._status = name, status
             self._result.write(self.request.report)
 
     def call(self, owner: object, training: bool) -> None:
@@ -102,6 +103,9 @@ class Recorder:
             self._write(TIMING)
         elif done == warmup + 2 * steps:
             self._result.step_seconds = statistics.median(self._seconds[warmup + steps :])
+            status = self._status()
+            self._result.runners = status.get("runners", {})
+            self._result.settled = status.get("compiled", {}).get("settled", True)
             self._write(DONE)
             raise ProfileEndedError(0)
 

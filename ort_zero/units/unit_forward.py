@@ -236,6 +236,7 @@ class _OwnForward:
 
 
 def is_compiled(unit: nn.Module) -> bool:
-    """Return True while a compiled forward stands in for the unit's own."""
-    current = vars(unit).get(_NAME)
+    """Return True while a compiled forward stands in for the unit's own, whatever wraps the compiled one."""
+    current: Any = vars(unit).get(_NAME)
+    current = inspect.unwrap(current, stop=lambda function: isinstance(function, UnitForward))
     return isinstance(current, UnitForward) and current.compiled is not None

@@ -123,7 +123,8 @@ def test_ranks_are_averaged_and_one_table_adds_up_to_the_step():
         rank(Part(KERNEL, "Gemm", 0.05, 4), Part(GATHER, "", 0.01), step=0.06),
     ])  # fmt: skip
     theirs = Side.of([rank(Part(KERNEL, "aten::mm", 0.1, 9), Part(KERNEL, "b::odd", 0.0001, 1), step=0.2)])
-    found = Comparison("train.py", "Net", 3, ours, theirs)
+    runners = {"Layer": {"units": {"inductor": 2, "torch": 1}, "ms": {"torch": 2.0, "inductor": 1.5}}}
+    found = Comparison("train.py", "Net", 3, ours, theirs, runners, settled=False)
     assert (ours.step_seconds, ours.ranks, ours.slowed) == (0.1, 2, pytest.approx(1.5))
     for side in (ours, theirs):
         assert sum(part.seconds for part in side.parts) == pytest.approx(side.step_seconds)
@@ -131,7 +132,7 @@ def test_ranks_are_averaged_and_one_table_adds_up_to_the_step():
     assert list(rows) == ["matrix products", "Python", "gather", operator_groups.OTHER]
     assert rows["matrix products"] == pytest.approx((0.1 / 1.2, 0.2 / 1.001)) and rows["gather"][1] == 0
     values = json.loads(json.dumps(found.as_dict()))
-    assert set(values) == {"script", "model", "steps", "ort", "torch", "rows"}
+    assert set(values) == {"script", "model", "steps", "ort", "torch", "runners", "settled", "rows"}
     assert values["rows"][0]["ort_operators"] == ["Gemm", "MatMul"]
     assert found.text().splitlines() == [
         "train.py: Net, 3 steps in ONNX Runtime and in PyTorch, mean of 2 ranks",
@@ -143,6 +144,8 @@ def test_ranks_are_averaged_and_one_table_adds_up_to_the_step():
         "  gather                8.33 ms    0.00 ms    +8.33 ms",
         "  the rest              0.00 ms    0.20 ms    -0.20 ms",
         "note: the profilers make a step 1.5 times as long: parts with many short calls seem too long",
+        "note: it is not settled yet what runs where: give a larger --warmup, or profile once more",
+        "Layer: run 2 by inductor, 1 by torch; a forward and a backward take: inductor 1.50 ms, torch 2.00 ms",
     ]
 
 

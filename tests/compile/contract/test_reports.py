@@ -115,7 +115,9 @@ def test_profile_divides_a_compiled_step(tmp_path: Path):
     options = ("--steps", "2", "--warmup", "3", "--trace", "trace.json", "--json")
     done = command(tmp_path, "profile", "script.py", *options)
     assert done.returncode == 0, done.stderr
-    kernels = {part["name"] for part in json.loads(done.stdout)["ort"]["parts"] if part["kind"] == "kernels"}
+    profiled = json.loads(done.stdout)
+    assert profiled["runners"] == {"Net": {"units": {"onnxruntime": 1}, "ms": {}}} and profiled["settled"]
+    kernels = {part["name"] for part in profiled["ort"]["parts"] if part["kind"] == "kernels"}
     assert kernels & {"Gemm", "FusedMatMul", "MatMul"} and "aten::linalg_matrix_exp" in kernels
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == [
@@ -155,7 +157,8 @@ class Terminal(io.StringIO):
 
 def test_a_long_first_step_shows_on_a_terminal_which_unit_is_compiled(monkeypatch: pytest.MonkeyPatch):
     torch._dynamo.reset()
-    model = ort_zero.wrap(torch.nn.Sequential(*(torch.nn.Linear(n, n + 1) for n in (4, 5, 6))), log_level="WARNING")
+    model = torch.nn.Sequential(*(torch.nn.Linear(n, n + 1) for n in (4, 5, 6)))
+    model = ort_zero.wrap(model, log_level="WARNING", compile={"place": "ort"})
     silent, shown = Terminal(), Terminal()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", silent)
