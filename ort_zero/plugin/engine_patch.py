@@ -18,6 +18,7 @@ from ort_zero.errors import CheckpointError, ConfigError
 from ort_zero.plugin import (
     collected_script,
     compile_progress,
+    fast_bf16,
     loading,
     metrics,
     profiled_script,
@@ -85,6 +86,8 @@ def _note(engine: Any) -> None:
     remember_ranks()
     lone_failures.prepare()
     section = getattr(engine, "ort_zero_section", None)
+    if section is not None:
+        fast_bf16.watch_first_forward(engine, section)
     if section is not None and section.checkpoint.sharded and ds_compat.has_masters_without_zero(engine):
         engine.__dict__["ort_zero_saves_whole"] = True
         log.get_logger().warning(
