@@ -40,7 +40,7 @@ def existing_names(target: Folder, root: str, overwrite: bool) -> list[str]:
     """
     if _is_within(target.url, root):
         raise CheckpointError(f"the destination {target.path()} lies in the checkpoint {root}; choose another")
-    existing = _names(target)
+    existing = [name for name in target.names() if not name.startswith(RENDEZVOUS)]
     others = [name for name in existing if not is_left_over(name)]
     if others and not overwrite:
         raise CheckpointError(
@@ -142,10 +142,3 @@ def _is_within(inner: str, outer: str) -> bool:
     if "://" not in inner and "://" not in outer:
         inner, outer = os.path.realpath(inner), os.path.realpath(outer)
     return f"{inner}/".startswith(f"{outer}/")
-
-
-def _names(target: Folder) -> list[str]:
-    try:
-        return [name for name in target.names() if not name.startswith(RENDEZVOUS)]
-    except OSError as error:
-        raise CheckpointError(f"cannot write into {target.path()}: {error.strerror or error}") from error

@@ -68,22 +68,23 @@ class LocalFolder(Folder):
 
     def size(self, name: str) -> int | None:
         """Return the size in bytes that the file system reports, None if there is no such file."""
-        try:
-            status = (self._root / name).stat()
-        except (FileNotFoundError, NotADirectoryError):
+        status = self._status(name)
+        if status is None:
             return None
-        except OSError as error:  # such as circular links, or a name that is too long
-            raise self._unreadable(name, error) from error
         self._refuse_special(name, status)
         return status.st_size
 
     def exists(self, name: str) -> bool:
         """Return True if the file system has a regular file of this name."""
+        status = self._status(name)
+        return status is not None and stat.S_ISREG(status.st_mode)
+
+    def _status(self, name: str) -> os.stat_result | None:
         try:
-            return stat.S_ISREG((self._root / name).stat().st_mode)
+            return (self._root / name).stat()
         except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError as error:
+            return None
+        except OSError as error:  # such as circular links, or a name that is too long
             raise self._unreadable(name, error) from error
 
     def _refuse_special(self, name: str, status: os.stat_result) -> None:

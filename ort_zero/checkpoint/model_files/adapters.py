@@ -99,26 +99,25 @@ def merged(source: Source, config: Mapping[str, Any], adapter: str | None) -> tu
         match = _ADAPTER.search(tensor.name)
         if match is not None:
             if match[1] == chosen and f".{_SAVED}." in tensor.name:
-                tensors.append(replace(tensor, name=_base_name(tensor.name.replace(f".{_SAVED}.{chosen}", ""))))
+                tensors.append(replace(tensor, name=tensor.name.replace(f".{_SAVED}.{chosen}", "").removeprefix(_BASE)))
             continue
         layer, _, end = tensor.name.rpartition(".base_layer.")
         if ".original_module." in tensor.name:
             continue
-        name = _base_name(tensor.name.replace(".base_layer.", ".") if layer else tensor.name)
+        name = _in_base(tensor.name)
         tensors.append(replace(tensor, name=name))
         if layer and end == "weight" and layer in pairs:
             tied = [alias for alias, stored in source.aliases.items() if stored == tensor.name]
             if tied:
                 raise CheckpointError(f"{source.root}: {tensor.name} has LoRA and is tied to {tied[0]}; not mergeable")
-            merges[name] = _merge(source, tensor, *pairs[layer], config, _base_name(layer))
+            merges[name] = _merge(source, tensor, *pairs[layer], config, layer.removeprefix(_BASE))
             merged_layers.add(layer)
     baseless = sorted(pairs.keys() - merged_layers)
     if baseless or not merges:
         missing = f"no base weight for {shortened(baseless, _MAX_NAMED)}" if baseless else "no LoRA to merge"
         raise CheckpointError(f"{source.root} holds {missing}")
     names = {tensor.name for tensor in tensors}
-    aliases = {_base_name(alias.replace(".base_layer.", ".")): _base_name(name.replace(".base_layer.", "."))
-               for alias, name in source.aliases.items()}  # fmt: skip
+    aliases = {_in_base(alias): _in_base(name) for alias, name in source.aliases.items()}
     aliases = {alias: name for alias, name in aliases.items() if name in names and alias not in names}
     changed = replace(source, tensors=tuple(tensors), aliases=aliases, frozen=frozenset(), optimizer=None)
     return changed, merges
@@ -196,9 +195,9 @@ def _value_for_layer(pattern: Any, layer: str, default: Any) -> Any:
     return default
 
 
-def _base_name(name: str) -> str:
+def _in_base(name: str) -> str:
     """Return the base model's name for a tensor of the model with adapters."""
-    return name.removeprefix(_BASE)
+    return name.replace(".base_layer.", ".").removeprefix(_BASE)
 
 
 def _with_base_prefix(name: str) -> str:
