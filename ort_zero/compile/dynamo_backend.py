@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -255,8 +254,6 @@ def prepare(module: GraphModule, direction: str) -> None:
     elif direction == "inference":
         for passes in observing.passes:
             passes.remove_pass_throughs(module.graph)
-    for node in module.graph.find_nodes(op="get_attr"):  # torch 2.6 notes no value of constants
-        node.meta.setdefault("val", operator.attrgetter(str(node.target))(module))
     view_chains.shorten(module.graph)
 
 

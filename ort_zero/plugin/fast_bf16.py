@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
-import torch
-
 from ort_zero import config, env, log
-from ort_zero.compat import deepspeed as ds_compat
-from ort_zero.utils.processor import has_fast_bf16
+from ort_zero.compat.deepspeed import config_dict
+
+KEYS = '"torch_autocast": {"enabled": true, "dtype": "bfloat16"} or "bf16": {"enabled": true} in the DeepSpeed config'
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def is_fast() -> bool:
+    """Return True if the processor multiplies bf16 by AMX, of which torch tells by private names alone."""
+    return _CPUINFO.exists() and "amx_bf16" in _CPUINFO.read_text().split()
 
 
 def watch_first_forward(engine: Any, section: config.Config) -> None:
-    """Have the first forward of a DeepSpeed engine say it, on rank 0, if the forward computes in fp32.
+    """Have rank 0 say it in the first forward of a DeepSpeed engine that computes in fp32.
 
-    Not with a backend or a ``"place"`` that has ONNX Runtime run all it can, which has no bf16 on CPUs.
+    Not where ONNX Runtime is to run all it can: it has no bf16 on CPUs.
     """
-    if env.rank() or engine.device.type != "cpu" or "ort" in (section.compile.place, section.ortmodule.place):
+    on_rank = env.rank() == 0 and engine.device.type == "cpu"
+    if not on_rank or section.compile.place == "ort" or section.engine() == "ortmodule" or not is_fast():
         return
-    if section.engine() == "ortmodule" or not has_fast_bf16():
-        return
+    import torch  # not with doctor, which asks above
 
     def hook(called: Any, inputs: Any) -> None:
         handle.remove()
-        by_deepspeed = ds_compat.config_dict(called).get("torch_autocast") or {}
-        is_wide = all(each.dtype is torch.float32 for each in called.module.parameters() if each.is_floating_point())
-        if is_wide and not (by_deepspeed.get("enabled") or torch.is_autocast_enabled("cpu")):
+        casts = (config_dict(called).get("torch_autocast") or {}).get("enabled") or torch.is_autocast_enabled("cpu")
+        if not casts and {each.dtype for each in called.module.parameters()} == {torch.float32}:
             _say()
 
     handle = engine.register_forward_pre_hook(hook)
@@ -34,8 +39,5 @@ def watch_first_forward(engine: Any, section: config.Config) -> None:
 
 @functools.cache
 def _say() -> None:
-    log.get_logger().info(
-        "this run computes in fp32, and the processor multiplies bf16 several times as fast (AMX): for that set "
-        '"torch_autocast": {"enabled": true, "dtype": "bfloat16"} or "bf16": {"enabled": true} in the DeepSpeed '
-        "config; losses then differ by rounding"
-    )
+    text = "this run computes in fp32, and the processor multiplies bf16 several times as fast (AMX): for that set %s; "
+    log.get_logger().info(text + "losses then differ by rounding", KEYS)

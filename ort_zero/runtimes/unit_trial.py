@@ -50,6 +50,7 @@ class UnitTrial:
     ):
         self._key = key
         self._agreement = agreement
+        self._first = runners[0]
         self._runners = list(runners)
         """The candidates that have not been left out."""
         self._clock, self._slowdown = clock, slowdown
@@ -101,8 +102,13 @@ class UnitTrial:
         results = form(unit, *args, **kwargs)
         self._watch(runner, self._clock() - begin, (args, kwargs), results)
         if self.runner is None and self._calls >= _MAX_CALLS * len(self._runners):
-            self.runner = self._runners[0]
+            self._stay()
         return results
+
+    def _stay(self) -> None:
+        """Leave the units, which cannot be timed, as they are: in PyTorch, if the first candidate has been left out."""
+        if self.runner is None:
+            self.runner = self._first if self._first in self._runners else Runner.TORCH
 
     def _watch(self, runner: Runner, seconds: float, inputs: Any, results: Any) -> None:
         """Register autograd hooks that time the backward of a call, and add it to the seconds of the forward.
@@ -113,7 +119,7 @@ class UnitTrial:
         made = [leaf.grad_fn for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
         read = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not made or not read:
-            self.runner = self.runner or self._runners[0]
+            self._stay()
             return
         begin: list[float] = []
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from ort_zero.cli.examinations import machine
 from ort_zero.plugin import fast_bf16
-from ort_zero.utils import processor
 
 SAID = "multiplies bf16 several times as fast (AMX)"
 
@@ -22,7 +21,7 @@ def amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file of the kernel for a processor with AMX."""
     file = tmp_path / "cpuinfo"
     file.write_text("model name\t: One\nflags\t\t: fpu avx512f amx_bf16 amx_tile\n")
-    monkeypatch.setattr(processor, "_CPUINFO", file)
+    monkeypatch.setattr(fast_bf16, "_CPUINFO", file)
     fast_bf16._say.cache_clear()
     return file
 
@@ -67,10 +66,10 @@ def test_nobody_without_amx(amx: Path, one_rank: None, capfd: pytest.CaptureFixt
     trained()
     assert SAID not in capfd.readouterr().err
     amx.unlink()
-    assert not processor.has_fast_bf16()
+    assert not fast_bf16.is_fast()
 
 
 def test_doctor_says_it(amx: Path):
-    assert machine.examine().facts["bf16"].startswith("several times as fast as fp32 (AMX)")
+    assert machine.examine().facts["bf16"].startswith('several times as fast as fp32 (AMX), with "torch_autocast"')
     amx.unlink()
     assert "bf16" not in machine.examine().facts

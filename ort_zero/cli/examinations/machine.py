@@ -20,9 +20,8 @@ from importlib import metadata
 from ort_zero import __version__, env
 from ort_zero.compat import deepspeed_programs, torch_extensions, versions
 from ort_zero.cpu_memory import measures
-from ort_zero.plugin import loading
+from ort_zero.plugin import fast_bf16, loading
 from ort_zero.utils.masking import masked
-from ort_zero.utils.processor import has_fast_bf16
 from ort_zero.utils.sizes import binary_size
 
 _ASK_PROVIDERS = "import onnxruntime; print('providers', *onnxruntime.get_available_providers())"
@@ -106,8 +105,8 @@ def examine() -> Report:
         "cpu memory": measures.offered(),
         "temporary": _temporary(),
     }
-    if has_fast_bf16():
-        facts["bf16"] = 'several times as fast as fp32 (AMX): "torch_autocast" or "bf16" in the DeepSpeed config'
+    if fast_bf16.is_fast():
+        facts["bf16"] = f"several times as fast as fp32 (AMX), with {fast_bf16.KEYS}; losses differ by rounding"
     return Report(
         versions=findings,
         optional={name: versions.installed(name) for name in ("accelerate", "transformers")},

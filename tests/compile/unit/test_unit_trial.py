@@ -134,6 +134,10 @@ def test_a_runner_that_fails_is_left_out():
     assert trial.runner is Runner.TORCH, "nothing else is left"
     assert trial.reason == "ONNX Runtime is left out: it saves too little"
     waiting.sum().backward()
+    trial = UnitTrial("unit", Agreement(), THREE)
+    trial.leave_out(Runner.ONNXRUNTIME, "it saves too little")
+    trial.run(Runner.INDUCTOR, lambda unit, x: x * 2, nn.Identity(), (torch.ones(3),), {})
+    assert trial.runner is Runner.TORCH, "Inductor is not chosen without a time"
     trial, _ = decided({runner: (1.0, 2.0 if runner is Runner.INDUCTOR else 2.5) for runner in THREE})
     trial.leave_out(Runner.INDUCTOR, "its graphs failed")
     assert trial.runner is Runner.TORCH
