@@ -14,9 +14,10 @@ from typing import Any
 from ort_zero import env
 from ort_zero.cli import print_result
 from ort_zero.cli.script_options import add_script, positive, script_progress
-from ort_zero.cli.stats_texts import as_json, text_of
+from ort_zero.cli.stats_texts import as_json, plain, text_of
 from ort_zero.errors import ConfigError
 from ort_zero.utils import script_process
+from ort_zero.utils.atomic_write import write_json
 
 _EPILOG = """Both runs begin with the same seeds, unless the script sets others, and end after the steps. The folder of
 --output gets statistics and log of each. Exit status: 0 = the same; 1 = they differ; 2 = a run failed, or cannot be
@@ -81,6 +82,11 @@ def add_run(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
     )
     parser.add_argument("--python", metavar="FILE", help="another interpreter, of an environment that has ort_zero")
     parser.add_argument("--steps", type=positive, default=5, metavar="N", help="collected steps (default: 5)")
+    parser.add_argument(
+        "--operators", metavar="MODULE",
+        help="start both runs again, up to the step where they begin to differ, and name the first operator of this "
+        "module whose results differ; auto: of the module in the verdict",
+    )  # fmt: skip
     parser.add_argument("--output", default="stats_run", metavar="DIR", help="new or empty folder (default: stats_run)")
     parser.add_argument("--html", metavar="FILE", help="also write a report to look at, one file that opens offline")
     parser.set_defaults(command="stats run", work=_run)
@@ -122,6 +128,7 @@ def _value(text: str) -> Any:
 
 def _run(args: argparse.Namespace) -> int:
     from ort_zero.statistics.compare.compare_runs import compare
+    from ort_zero.statistics.compare.operators import compare_operators, with_operators
     from ort_zero.statistics.compare.report import check_target, write_report
 
     output, change = Path(args.output), change_of(args)
@@ -131,6 +138,8 @@ def _run(args: argparse.Namespace) -> int:
     if change.ranks:
         launchers["b"], before = _with_ranks(args.launcher or "", change.ranks)
         ranks = before, change.ranks
+        if args.operators is not None and before != change.ranks:
+            raise ConfigError("--operators compares one rank of each run: not with another number of ranks")
     commands = {
         name: script_process.command_line(
             args.script, args.arguments, launchers[name], variant.python or sys.executable
@@ -138,20 +147,46 @@ def _run(args: argparse.Namespace) -> int:
         for name, (_, variant) in runs.items()
     }
     if output.exists() and (not output.is_dir() or os.listdir(output)):
-        raise ConfigError(f"--output {output} is not empty: choose another folder")
+        raise ConfigError(
+            f"--output {output} is not empty: delete it if its runs, perhaps of a start that failed, are of no use, or "
+            "choose another folder"
+        )
     if args.html:
         check_target(args.html)
     output.mkdir(parents=True, exist_ok=True)
+    module = None if args.operators == "auto" else args.operators
+    operators = None
     with script_progress("running", "run", args) as bar:
-        for name, (words, variant) in runs.items():
-            _start(commands[name], args, output / name, words, variant, ranks if variant.ranks else None)
+
+        def start(name: str, folder: str, **request: Any) -> None:
+            words, variant = runs[name]
+            asked = {"steps": args.steps, "module": module, "operators": False, **request}
+            asked["ranks"] = ranks if variant.ranks else None
+            _start(commands[name], args, output / folder, words, variant, asked)
             bar.update()
-    comparison = compare(str(output / "a"), str(output / "b"), progress=not args.json)
+
+        for name in runs:
+            start(name, name)
+        comparison = compare(str(output / "a"), str(output / "b"), progress=not args.json)
+        for info in (comparison.a, comparison.b):
+            if len(info.steps) < args.steps:
+                comparison.notes.append(f"{info.path} has {len(info.steps)} of --steps {args.steps}: the script ended")
+        if args.operators is not None and not (comparison.verdict.same and module is None):
+            first = comparison.verdict.difference
+            module = comparison.verdict.module if module is None else module
+            for name in runs:
+                steps = first.step + 1 if first is not None else 1
+                start(name, f"operators_{name}", steps=steps, module=module, operators=True)
+            operators = compare_operators(f"{output}/operators_a", f"{output}/operators_b", first.rank if first else 0)
+            comparison = with_operators(comparison, operators)
+            write_json(output / "operators.json", plain(operators))
     if args.html:
         write_report(comparison, args.html)
     logs = {name: str(output / f"{name}.log") for name in runs}
     lines = [f"{name} ran {words}: {logs[name]}" for name, (words, _) in runs.items()]
     fields = {"change": str(change), "logs": logs, **as_json(comparison, args.html)}
+    fields["operators"] = plain(operators)
+    lines = [*(operators.lines() if operators is not None else ()), *lines]
     print_result(args, fields, "\n".join([text_of(comparison, args.html), *lines]))
     return 0 if comparison.verdict.same else 1
 
@@ -171,11 +206,14 @@ def _with_ranks(launcher: str, ranks: int) -> tuple[str, int]:
     return _RANKS.sub(rf"\g<1>{ranks}", launcher), int(found[0][1])
 
 
-def _start(command: list[str], args: argparse.Namespace, folder: Path, words: str, change: Change, ranks: Any) -> None:
-    """Run the script once, and keep its statistics and its log.
+def _start(
+    command: list[str], args: argparse.Namespace, folder: Path, words: str, change: Change, asked: dict[str, Any]
+) -> None:
+    """Run the script once, and keep its log, and its statistics or what else is asked for.
 
     Raises:
         ScriptError: it failed, or called no model that trains.
+        ConfigError: it cannot do what is asked for.
     """
     from ort_zero.statistics.reader import open_run
 
@@ -184,12 +222,14 @@ def _start(command: list[str], args: argparse.Namespace, folder: Path, words: st
         command,
         env.STATISTICS,
         {
-            "output_dir": str(folder.absolute()), "steps": args.steps, "changes": change.config,
-            "autocast": change.autocast, "ranks": ranks,
+            "output_dir": str(folder.absolute()), "changes": change.config, "autocast": change.autocast, **asked
         },
         environment={"PYTHONHASHSEED": "0", **change.environment},
         log=log,
     )  # fmt: skip
+    refused = [report["refused"] for report in done.reports if "refused" in report]
+    if refused:
+        raise ConfigError(f"{args.script}, run {words}: {refused[0]}")
     if done.status or not folder.is_dir():
         why = f"ended with status {done.status}" if done.status else "called no model whose parameters train"
         raise script_process.ScriptError(f"{args.script}, run {words}, {why}; its output is in {log}", done.tail)

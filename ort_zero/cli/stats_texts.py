@@ -22,21 +22,22 @@ _LEFT = {"phase", "module", "tensor", "kind"}
 
 def as_json(comparison: Comparison, html: str | None = None) -> dict[str, Any]:
     """Return a comparison as plain values, without the report's series; NaN and inf become text."""
-    plain = {
+    fields = {
         field.name: getattr(comparison, field.name)
         for field in dataclasses.fields(comparison)
         if field.name != "series"
     }
-    return {"same": comparison.verdict.same, **_plain(plain), "html": html}
+    return {"same": comparison.verdict.same, **plain(fields), "html": html}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: NaN and inf become text."""
     if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, Enum):
         return value.name.lower()
     if isinstance(value, float) and not math.isfinite(value):

@@ -255,6 +255,8 @@ def prepare(module: GraphModule, direction: str) -> None:
         for passes in observing.passes:
             passes.remove_pass_throughs(module.graph)
     view_chains.shorten(module.graph)
+    for passes in observing.passes if direction != "loss" else ():
+        passes.observe_operators(module.graph, direction)
 
 
 def _unsupported(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import inspect
 import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ort_zero import env
 from ort_zero.errors import ConfigError
@@ -39,6 +40,8 @@ def arm() -> None:
     torch.manual_seed(0)
     if not asked["autocast"]:
         torch.autocast.__init__ = _disabled(torch.autocast.__init__)  # type: ignore[method-assign]
+    if section_is_off():
+        torch.compile = _without_ours(torch.compile)
     call = torch.nn.Module.__call__
 
     @functools.wraps(call)
@@ -52,21 +55,51 @@ def arm() -> None:
 
 
 def _collect(model: Any, asked: dict[str, Any]) -> None:
+    from ort_zero.statistics.collect.operators import OperatorRecorder
     from ort_zero.statistics.collect.subscriber import StatisticsSubscriber
     from ort_zero.statistics.collect.subscriber_base import SubscriberBase
-    from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager
+    from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager, unwrapped
+
+    folder, steps, module = asked["output_dir"], asked["steps"], asked["module"]
+    if module is not None:
+        _require_module(unwrapped(model), module)
 
     class End(SubscriberBase):
         """Ends the script before the first step that is not collected."""
 
-        start_step = asked["steps"]
+        start_step = steps
 
         def pre_forward_model_apply(self, step: int, model: Any) -> None:
-            write_json(Path(f"{asked['report']}.{env.rank()}"), {"steps": step})
+            _report({"steps": step})
             raise SystemExit(0)
 
-    collected = StatisticsSubscriber(asked["output_dir"], end_step=asked["steps"])
+    collected: SubscriberBase = StatisticsSubscriber(folder, end_step=steps)
+    if asked["operators"]:
+        collected = OperatorRecorder(folder, module, steps - 1)
     GlobalSubscriberManager.subscribe(model, [collected, End()])
+
+
+def _require_module(model: Any, wanted: str) -> None:
+    """End the script with a report unless the model has a module with this path."""
+    from ort_zero.compat.torch_modules import named_modules_of
+    from ort_zero.statistics.collect.module_calls import clean_path
+
+    names = [clean_path(name) for name, _ in named_modules_of(model)]
+    if wanted not in names:
+        near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.4) or names[1:4]
+        _refuse(f"--operators {wanted}: {type(model).__name__} has no such module; the nearest are {', '.join(near)}")
+
+
+def _report(content: dict[str, Any]) -> None:
+    asked = request()
+    assert asked is not None
+    write_json(Path(f"{asked['report']}.{env.rank()}"), content)
+
+
+def _refuse(reason: str) -> NoReturn:
+    """End the script, and have the command say why."""
+    _report({"refused": reason})
+    raise SystemExit(2)
 
 
 def _disabled(init: Callable[..., None]) -> Callable[..., None]:
@@ -80,6 +113,17 @@ def _disabled(init: Callable[..., None]) -> Callable[..., None]:
         init(*bound.args, **bound.kwargs)
 
     return __init__
+
+
+def _without_ours(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``torch.compile`` that compiles nothing by a backend of ours."""
+
+    @functools.wraps(compile_)
+    def compile_others(*args: Any, **options: Any) -> Any:
+        ours = options.get("backend") in ("ort_zero", "onnxrt")
+        return compile_(*args, **(options | {"disable": True} if ours else options))
+
+    return compile_others
 
 
 def section_is_off() -> bool:
@@ -105,6 +149,8 @@ def changed(ds_config: Any) -> Any:
         inner = result
         for name in above:
             inner = inner.setdefault(name, {})
+            if not isinstance(inner, dict):
+                _refuse(f'--change {path}: "{name}" is {inner!r} in the DeepSpeed config, which has no keys')
         inner[key] = value
     micro = result.get(_MICRO_BATCH)
     if asked["ranks"] and isinstance(micro, int):

@@ -57,6 +57,8 @@ class Facts:
     """Digests of the states of random number generators."""
     updates: list[OptimizerStep] = field(default_factory=list)
     """The optimizer steps between this step and the next."""
+    lines: list[str] = field(default_factory=list)
+    """The user's lines of the calls, by number, where operators are recorded: ``"model.py:41 in forward"``."""
 
 
 def encode(facts: Facts) -> str:

@@ -22,6 +22,9 @@ class GraphPasses(Protocol):
     def erase_from_backward(self, backward: Graph) -> None:
         """Erase the observations that the partitioner has copied into a backward."""
 
+    def observe_operators(self, graph: Graph, direction: str) -> None:
+        """Have a graph show what each operator takes and returns, if the next step is recorded."""
+
 
 passes: list[GraphPasses] = []
 """The passes of statistics, from the first model on that collects statistics; empty before."""

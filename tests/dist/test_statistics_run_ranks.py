@@ -118,5 +118,10 @@ def test_the_run_that_fails_is_named_with_what_the_rank_printed(run):
     assert any("Input should be 0, 1, 2" in line for line in lines[-5:]), lines
 
 
+def test_a_key_below_a_value_is_refused_by_its_path(run):
+    message = run("--change", "train_micro_batch_size_per_gpu.x=1", "--steps", "1").splitlines()[-1]
+    assert 'train_micro_batch_size_per_gpu.x: "train_micro_batch_size_per_gpu" is 4 in the DeepSpeed config' in message
+
+
 def test_ranks_without_a_launcher_that_counts_are_refused(run):
     assert "does not say how many ranks" in run("--ranks", "1", launcher="torchrun --nnodes 2 --nproc_per_node")

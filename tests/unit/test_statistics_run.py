@@ -60,7 +60,26 @@ def test_a_change_that_matters_is_named(script, capsys):
     for name in "ab":  # the script ends with the last collected step
         assert (script.parent / f"runs/{name}.log").read_text().splitlines()[1:] == ["step 0", "step 1", "step 2"]
     assert run(script, "--env", "SCALE=2", "--", "1") == 2
-    assert "is not empty" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert f"--output {script.parent / 'runs'} is not empty: delete it" in message and "another folder" in message
+
+
+def test_the_operator_that_differs_is_named_with_its_line(script, capsys):
+    assert run(script, "--env", "SCALE=1.01", "--operators", "auto", "--json", "--", "100") == 1
+    found = json.loads(capsys.readouterr().out)
+    operators, text = found["operators"], found["verdict"]["text"]
+    line = next(number for number, code in enumerate(SCRIPT.splitlines(), 1) if "SCALE" in code)
+    assert operators["first"] == "aten.mul(8x16), forward of 1, output[0]"
+    assert operators["line"] == f"{script}:{line} in forward" and operators["line"] in text
+    assert operators["step"] == 0 and operators["only"] == [[], []] and 0.005 < operators["error"] < 0.02
+    assert operators == json.loads((script.parent / "runs/operators.json").read_text())
+
+
+def test_a_module_that_the_model_lacks_ends_the_first_run_at_once(script, capsys):
+    assert run(script, "--env", "SCALE=1.01", "--operators", "1.linaer", "--", "100") == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert message.endswith("--operators 1.linaer: Sequential has no such module; the nearest are 1.linear")
+    assert "step" not in (script.parent / "runs/a.log").read_text() and not (script.parent / "runs/b.log").exists()
 
 
 def test_another_interpreter_that_computes_alike_is_the_same(script, capsys):
@@ -68,6 +87,7 @@ def test_another_interpreter_that_computes_alike_is_the_same(script, capsys):
     assert run(script, "--python", python, "--", "2") == 0
     text = capsys.readouterr().out
     assert text.startswith("same") and f"b ran with {python}:" in text
+    assert all(f"note: {script.parent / 'runs' / name} has 2 of --steps 5: the script ended" in text for name in "ab")
     logs = [(script.parent / f"runs/{name}.log").read_text() for name in "ab"]
     assert sys.executable in logs[0] and python in logs[1] and python not in logs[0].split()
 
@@ -85,6 +105,14 @@ def test_without_autocast_a_half_precision_run_is_not_the_same(script, capsys):
     first = found["verdict"]["difference"]
     assert (first["a"]["dtype"], first["b"]["dtype"]) == ("bfloat16", "float32"), found["verdict"]
     assert found["beginnings"] == []
+
+
+def test_against_torch_a_script_compiles_nothing_by_our_backend(script, capsys):
+    compiled = 'model = torch.compile(model, backend="ort_zero")\nprint("runs", type(model).__name__)\n'
+    script.write_text(SCRIPT.replace("optimizer = ", f"{compiled}optimizer = "))
+    assert run(script, "--against", "torch", "--steps", "1", "--", "1") == 0
+    logs = [(script.parent / f"runs/{name}.log").read_text() for name in "ab"]
+    assert ["runs OptimizedModule" in log for log in logs] == [True, False] and "runs Sequential" in logs[1]
 
 
 def test_what_differs_to_begin_with_is_listed_first(script, capsys):

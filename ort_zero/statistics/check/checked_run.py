@@ -34,7 +34,9 @@ class CheckedRun:
         """The result in one sentence."""
         seen = f"{self.run.world_size} rank{'s' * (self.run.world_size > 1)}, {span(self.run.steps)}"
         if not self.findings:
-            return f"healthy: no rule finds anything wrong in {seen}"
+            count = len(self.hints)
+            hints = f"; {count} hint{'s' * (count > 1)}: what may be meant so" if count else ""
+            return f"healthy: no rule finds anything wrong in {seen}{hints}"
         first = self.findings[0]
         place = ", ".join(filter(None, (f"step {first.step}", f"rank {first.rank}", first.direction, first.place)))
         return f"{first.kind}: {place}: {first.text}"

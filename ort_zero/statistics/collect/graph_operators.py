@@ -8,11 +8,13 @@ made, so that the backward meets the tensor's whole gradient, as ``Tensor.regist
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx.node import has_side_effect
 
+from ort_zero.statistics.collect import operators
 from ort_zero.statistics.collect.graph_capture import PLACE
 from ort_zero.statistics.collect.module_calls import TensorSlot
 from ort_zero.statistics.collect.subscribed_model import RunAgain, SubscribedModel, running, running_again
@@ -79,12 +81,21 @@ def _(gradient: torch.Tensor, token: torch.Tensor) -> None:
     return None
 
 
+@torch.library.custom_op(
+    "ort_zero::observe_operator", mutates_args=(), schema="(Tensor[] inputs, Tensor[] outputs, int number) -> ()"
+)
+def observe_operator(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], number: int) -> None:
+    """Show the tensors that an operator of a graph takes and returns, see :data:`~.operators.in_graphs`."""
+    for recorder in operators.recorders:
+        recorder.see(number, inputs, outputs)
+
+
 def _keep_key(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.key = inputs[1]
 
 
 pass_through.register_autograd(lambda ctx, grad: (gradient_passes(grad, ctx.key), None), setup_context=_keep_key)
-for _name in ("observe", "observe_gradient"):
+for _name in ("observe", "observe_gradient", "observe_operator"):
     has_side_effect(getattr(torch.ops.ort_zero, _name).default)
 
 

@@ -19,17 +19,21 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ort_zero.compat.module_paths import module_path
+from ort_zero.compat.operator_mode import computed_by
+from ort_zero.compat.torch_compile import tree_leaves
 from ort_zero.compat.torch_modules import is_view, version_of
-from ort_zero.statistics.collect import graph_operators
+from ort_zero.statistics.collect import graph_operators, operators
 
 _OBSERVE, _OBSERVE_GRADIENT, _PASS_THROUGH, _GRADIENT_PASSES = (
     getattr(torch.ops.ort_zero, name).default for name in graph_operators.NAMES
 )
+_OBSERVE_OPERATOR = torch.ops.ort_zero.observe_operator.default
 
 
 def is_observation(node: Node) -> bool:
     """Return True for a call of an operator of statistics."""
-    return node.target is _OBSERVE or node.target is _OBSERVE_GRADIENT
+    return node.target in (_OBSERVE, _OBSERVE_GRADIENT, _OBSERVE_OPERATOR)
 
 
 def follow_gradients(module: GraphModule) -> None:
@@ -86,3 +90,30 @@ def erase_from_backward(backward: Graph) -> None:
     for node in list(backward.nodes):
         if node.target is _OBSERVE and not node.users:
             backward.erase_node(node)
+
+
+def observe_operators(graph: Graph, direction: str) -> None:
+    """Have a unit's graph show what each operator takes and returns, if the next step is recorded.
+
+    Args:
+        direction: ``"forward"``, ``"backward"`` or ``"inference"``.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)} if operators.recorders else {}
+    for node in order:
+        name = computed_by(node.target) if node.op == "call_function" else None
+        made: list[Any] = [(0, node)]
+        if not _is_tensor(node):
+            made = [(each.args[1], each) for each in node.users if each.target is operator.getitem and _is_tensor(each)]
+        again = direction == "backward" and node.meta.get("partitioner_tag") == "is_forward"
+        if name is None or not made or again:
+            continue
+        places, results = map(list, zip(*made))
+        taken = [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Node) and _is_tensor(leaf)]
+        with graph.inserting_after(max(results, key=order.__getitem__)):
+            graph.call_function(_OBSERVE_OPERATOR, (taken, results, len(operators.in_graphs)))
+        phase, line = direction.replace("inference", "forward"), operators.line_of(node.meta.get("stack_trace") or "")
+        operators.in_graphs.append((name, operators.Origin(phase, module_path(node), line), places))
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
