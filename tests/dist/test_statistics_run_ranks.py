@@ -22,7 +22,8 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
 
     def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        y = F.gelu(self.up(self.norm(x)))
+        return x + self.down(y * float(os.environ.get("SCALE", "1")))
 
 class Model(nn.Module):
     def __init__(self):
@@ -92,6 +93,15 @@ def test_against_torch_with_another_learning_rate(run):
     assert status == 1 and [found[run]["backend"] for run in "ab"] == ["onnxruntime", "torch"]
     assert (found["verdict"]["direction"], found["verdict"]["difference"]["step"]) == ("update", 1)
     assert not b["eager"]
+
+
+def test_the_operator_is_named_in_both_engines_with_partitioned_parameters(run):
+    _, found, _, _ = run("--against", "torch", "--env", "SCALE=1.01", "--operators", "auto", ranks=2, stage=3)
+    operators = found["operators"]
+    assert [found[run]["backend"] for run in "ab"] == ["onnxruntime", "torch"]
+    assert operators["first"] == "aten.mul(4x64), forward of blocks.0, output[0]" and operators["compared"] == 15
+    line = next(number for number, code in enumerate(SCRIPT.splitlines(), 1) if "SCALE" in code)
+    assert operators["line"].endswith(f"train.py:{line} in forward") and operators["only"] == [[], []], operators
 
 
 def test_against_eager_by_the_launcher_of_deepspeed(run):

@@ -29,7 +29,11 @@ from ort_zero.statistics.records import Phase
 from ort_zero.utils.tree_map import map_slots
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
-_LIBRARIES = ("torch", "deepspeed", "ort_zero")
+_LIBRARIES = ("torch", "ort_zero")
+_OF_DEEPSPEED = re.compile(r"/deepspeed/(runtime|utils)/")
+"""In the paths of DeepSpeed's hooks, whose operators gather parameters."""
+_LINEAR = "/zero/linear.py"
+"""End of the path of what ZeRO-3 puts in place of ``torch.nn.functional.linear``."""
 
 
 class Origin(NamedTuple):
@@ -57,8 +61,8 @@ def line_of(stack: str) -> str:
 def _first_line(frames: Iterable[tuple[str, Any, str]]) -> str:
     folders = [os.path.dirname(sys.modules[name].__file__ or "") + os.sep for name in _LIBRARIES if name in sys.modules]
     for file, line, function in frames:
-        if not file.startswith(("<", *folders)):
-            return f"{file}:{line} in {function}"
+        if not file.startswith(("<", *folders)) and not file.endswith(_LINEAR):
+            return "" if _OF_DEEPSPEED.search(file) else f"{file}:{line} in {function}"
     return ""
 
 
@@ -162,14 +166,14 @@ class OperatorRecorder(SubscriberBase):
         self._node = self._unit = None
 
     def _run(self, function: Any, tensors: list[torch.Tensor], run: Callable[[], Any]) -> Any:
-        """Run an operator of PyTorch, and record it if it computes values."""
+        """Run an operator of PyTorch, and record it if it computes values for the user."""
         origin = self._node
         if origin is None:
             frames = ((f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(None))
             origin = Origin("forward", self._model.calls.running.path, _first_line(frames))
             self._origins.setdefault(next_sequence_number() - 1, origin._replace(phase="backward"))
         name = computed_by(function)
-        if name is None:
+        if name is None or not origin.line:
             return run()
         described = self._add(name, origin, tensors)  # before a result takes the place of an argument
         result = run()
