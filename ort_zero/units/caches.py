@@ -20,21 +20,32 @@ def leave_out_caches(model: nn.Module) -> None:
     A call that says ``use_cache`` itself keeps its choice, and so does every call without gradients, such as those of
     ``generate``. The results of training calls have no ``past_key_values`` then.
     """
-    for module in modules_of(model):
-        if getattr(getattr(module, "config", None), "use_cache", False) is True:
-            if "use_cache" in inspect.signature(module.forward).parameters:
-                replace_forward(module, _WithoutCache())
-                return
+    outermost = next(filter(has_cache, modules_of(model)), None)
+    if outermost is not None:
+        replace_forward(outermost, _WithoutCache())
+
+
+def has_cache(module: nn.Module) -> bool:
+    """Return True for a module that returns a cache of keys and values unless a call says otherwise."""
+    uses_cache = getattr(getattr(module, "config", None), "use_cache", False) is True
+    return uses_cache and "use_cache" in inspect.signature(module.forward).parameters
+
+
+@functools.cache
+def without_cache(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a module and its arguments that leaves out the cache in training."""
+
+    @functools.wraps(function)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module.training and torch.is_grad_enabled() and not ("use_cache" in kwargs or "past_key_values" in kwargs):
+            kwargs["use_cache"] = False
+        return function(module, *args, **kwargs)
+
+    return call
 
 
 class _WithoutCache(UnitRunner):
     """Calls a module without its cache in training."""
 
     def compile(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def without_cache(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if module.training and torch.is_grad_enabled() and not kwargs.keys() & {"use_cache", "past_key_values"}:
-                kwargs["use_cache"] = False
-            return function(module, *args, **kwargs)
-
-        return without_cache
+        return without_cache(function)

@@ -19,7 +19,7 @@ from ort_zero.runtimes import registry
 from ort_zero.runtimes.agreement import Runner, agreement
 from ort_zero.runtimes.clocks import clock_of
 from ort_zero.runtimes.unit_trial import UnitTrial, sizes_of, start_key, trial_key
-from ort_zero.units.caches import leave_out_caches
+from ort_zero.units.caches import has_cache, leave_out_caches, without_cache
 from ort_zero.units.class_forward import ClassForward
 from ort_zero.units.engine import Engine, GraphCompiler
 from ort_zero.units.finding import Unit, multiplies
@@ -59,7 +59,7 @@ class UnitsModel:
         self._seen: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
         for each in modules_of(module):
             self._seen[each] = True
-        leave_out_caches(module)  # before the units: a model that is a unit itself stays compiled
+        leave_out_caches(module)  # before the units, since one of them may be the model itself
         for unit in self.units:
             replace_forward(unit.reference(), EngineRunner(self, unit))
         _models[module] = self
@@ -203,6 +203,8 @@ class EngineRunner(UnitRunner):
 
     def form(self, unit: nn.Module, function: Callable[..., Any], runner: Runner | None) -> Callable[..., Any]:
         engine, compiled = self._model.engine, self._model.compiled
+        if has_cache(unit):
+            function = without_cache(function)
         runner = runner or engine.first_runner
         key = function, self._unit.exclude, runner
         if key not in compiled:

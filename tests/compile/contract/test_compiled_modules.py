@@ -110,19 +110,22 @@ def test_what_is_excluded_runs_in_pytorch():
     assert "excluded" in status["in_torch"].values()
 
 
-def test_a_model_with_a_cache_that_is_a_unit_itself_is_compiled():
+def test_a_model_with_a_cache_that_is_a_unit_itself_is_compiled_and_leaves_out_the_cache_in_training():
     class Cached(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.config = types.SimpleNamespace(use_cache=True)
             self.layer = torch.nn.Linear(4, 4)
 
-        def forward(self, x: torch.Tensor, use_cache: bool = True) -> torch.Tensor:
-            return self.layer(x)
+        def forward(self, x: torch.Tensor, use_cache: bool | None = None) -> tuple[torch.Tensor, ...]:
+            hidden = self.layer(x)
+            return (hidden, hidden + 1) if use_cache is not False else (hidden,)
 
     model = ort_zero.wrap(Cached(), **SECTION)
-    model(torch.ones(2, 4)).sum().backward()
+    (hidden,) = model(torch.ones(2, 4))
+    hidden.sum().backward()
     assert status_of(model)["graph_runs"] == {"forward": 1, "backward": 1}
+    assert len(model(torch.ones(2, 4), use_cache=True)) == len(model.eval()(torch.ones(2, 4))) == 2
 
 
 def test_layers_of_other_sizes_have_fixed_sizes_and_a_batch_that_changes_has_not():
