@@ -789,8 +789,8 @@ def timm_specs() -> tuple[Spec, ...]:
     sized = {"img_size": 64}
     small: dict[str, Any] = {**sized, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_heads": 4}
     windows = {"window_size": 4, "embed_dim": 16, "depths": (1, 2), "num_heads": (2, 4), "drop_path_rate": 0.0}
-    # not densenet121, resnet10t and tinynet_e: after four steps gradients in channels_last and in float64 are 0.01 to 0.4
-    # apart in PyTorch itself; and not mixer, whose head begins with zeros, so that nothing trains
+    # not densenet121, resnet10t, tinynet_e: after four steps gradients in channels_last and in float64 are 0.01 to 0.4
+    # apart in PyTorch itself; not mixer, whose head begins with zeros, so that nothing trains
     # draws of drop_path at a rate that none reaches change nothing, and the graph still holds them
     drawn = {"depths": (1, 1, 2, 1), "dims": (8, 16, 32, 64), "drop_path_rate": 1e-9}
     entries: dict[str, dict[str, Any]] = {
