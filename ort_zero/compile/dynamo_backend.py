@@ -30,9 +30,9 @@ from ort_zero.compile.plan import Plan, Segment, make_plan
 from ort_zero.compile.records import graph_record
 from ort_zero.compile.trial import Trial
 from ort_zero.errors import ExportError
+from ort_zero.runtimes import observing
 from ort_zero.runtimes.agreement import agreement
 from ort_zero.runtimes.clocks import clock_of
-from ort_zero.units import observing
 from ort_zero.units.result_groups import compile_parts, divided
 from ort_zero.units.unit_forward import IN_GRAPH
 from ort_zero.utils.atomic_write import write_bytes

@@ -22,7 +22,7 @@ from ort_zero.compile.conversion.fragments import Fragment, NotConvertibleError
 from ort_zero.compile.conversion.registry import convert
 from ort_zero.compile.conversion.views import VIEWS
 from ort_zero.compile.flops import flops_of
-from ort_zero.units import observing
+from ort_zero.runtimes import observing
 
 _LARGE = 10**9
 """Floating-point operations from which on a product can be a segment of its own; they take 10 ms on one core."""

@@ -37,9 +37,9 @@ def _trace_hooks(root: Any) -> None:
 
 def _mark(running: Any) -> None:
     """Mark the units of a model, so that Dynamo captures the hooks of statistics in them."""
+    from ort_zero.runtimes import observing
     from ort_zero.statistics.collect import graph_passes
     from ort_zero.statistics.collect.graph_capture import mark_places
-    from ort_zero.units import observing
 
     observing.passes[:] = [graph_passes]
     for unit in running.unit_modules():

@@ -17,7 +17,7 @@ from torch.fx.passes.split_module import split_module
 
 from ort_zero.compat.torch_compile import tree_leaves
 from ort_zero.errors import ExportError
-from ort_zero.units import observing
+from ort_zero.runtimes import observing
 
 _MAX_PARTS = 16
 """Parts of a graph from which PyTorch runs the unit; a decoder's layer whose keys and values are results has eight."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ort_zero.units.recompilations import way_out, words_of
+from ort_zero.compat.dynamo_guards import way_out, words_of
 
 VALUES = {"self.scale": "2.0", "mask": "a Tensor", "d": "a dict", "len(names)": "3"}
 
