@@ -22,6 +22,8 @@ OURS = {"step_time.py": "segments", "settled_memory.py": "compile"}
 """The variant of each benchmark that is the compile backend as it comes."""
 MEMORY = "torch, cpu_memory"
 """The variant in which PyTorch runs the model with the measures of ``"cpu_memory"``."""
+ENGINES = ("one process", "ZeRO-1, 2 ranks", "ZeRO-3, 2 ranks")
+"""Ends of the names of cases, each a column of the table; a name without one is in the first column."""
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 """Lines between which the figures stand; ``make readme-figures`` writes what is between them."""
 
@@ -84,13 +86,16 @@ def check(
 
 
 def table(stored: Mapping[str, Any]) -> str:
-    """Return the table of the stored ratios in Markdown."""
-    head = "| of eager PyTorch's CPU time or memory | eager with `cpu_memory` | ort_zero | wall time |"
-    rows = [head, "|---|---|---|---|"]
+    """Return the table of the stored ratios in Markdown: a row for each model, a column for each engine."""
+    rows: dict[str, dict[str, str]] = {}
     for name, case in stored["cases"].items():
-        cells = [f"{case[key]:.2f}" if key in case else "" for key in ("cpu_memory", "ratio", "wall")]
-        rows.append(f"| {' | '.join([name, *cells])} |")
-    return "\n".join(rows)
+        engine = next((each for each in ENGINES if name.endswith(f", {each}")), ENGINES[0])
+        figures = (f"{case[key]:.2f}" if key in case else "-" for key in ("ratio", "wall", "cpu_memory"))
+        rows.setdefault(name.removesuffix(f", {engine}"), {})[engine] = " / ".join(figures)
+    lines = [f"| | {' | '.join(ENGINES)} |", "|---" * (len(ENGINES) + 1) + "|"]
+    for name, cells in rows.items():
+        lines.append(f"| {name} | {' | '.join(cells.get(engine, '') for engine in ENGINES)} |")
+    return "\n".join(lines)
 
 
 def sentence(stored: Mapping[str, Any]) -> str:

@@ -137,7 +137,7 @@ def environment() -> str:
 
 
 def commands() -> str:
-    """Return the tables of all commands' arguments."""
+    """Return the table of all commands and their arguments."""
     parsers = list(parsers_of(make_parser()))
     own = {
         parser.prog: [action for action in parser._actions if not set(action.option_strings) & set(COMMON)]
@@ -145,10 +145,11 @@ def commands() -> str:
     }
     times = Counter(row(action) for actions in own.values() for action in actions)
     text = COMMANDS + "".join(line for line, number in times.items() if number >= SEVERAL)
+    text += "\n| command, argument | effect |\n|---|---|\n"
     for parser in parsers:
         description = (parser.description or "").rstrip(".")
         actions = own[parser.prog]
-        text += f"\n### {parser.prog}\n\n| `{usage(parser, actions)}` | {description} |\n|---|---|\n"
+        text += f"| **`{usage(parser, actions)}`** | **{description}** |\n"
         text += "".join(row(action) for action in actions if times[row(action)] < SEVERAL)
     return text
 

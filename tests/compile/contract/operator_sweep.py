@@ -12,7 +12,6 @@ import copy
 import logging
 import math
 import os
-import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -270,7 +269,7 @@ def page_of(outcomes: Iterable[Outcome]) -> str:
     return _PAGE.format(
         torch=torch.__version__.partition("+")[0],
         onnxruntime=onnxruntime.__version__,
-        in_ort=textwrap.fill(_names({_plain(target) for target in targets}), 120),
+        in_ort=_names({_plain(target) for target in targets}),
     )
 
 
