@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ort_zero.checkpoint.files.dtypes import itemsize
+from ort_zero.errors import CheckpointError
 from ort_zero.utils.text import shortened
 
 MASTER = "master"
@@ -34,6 +35,12 @@ MAX_NAMED = 20
 def is_extra_state(name: str) -> bool:
     """Return True if a name in a state dict belongs to the result of a module's ``get_extra_state``."""
     return name.rpartition(".")[2] == EXTRA_STATE
+
+
+def check_state_name(name: str, path: str) -> None:
+    """Raise CheckpointError if an optimizer state in `path` has the name of another kind of tensor."""
+    if name in (MASTER, WEIGHT, BUFFER, MODULE) or name.startswith(BUFFER_OF_RANK):
+        raise CheckpointError(f"{path} holds an optimizer state named {name!r}, a name that stands for other tensors")
 
 
 def buffer_kind(rank: int) -> str:

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,17 @@ import checkpoint_files
 import deepspeed_states
 import pytest
 import torch
+import torch.distributed.checkpoint
 from deepspeed_checkpoints import assert_same as assert_tensors_same
 from deepspeed_checkpoints import read
 
 from ort_zero.checkpoint.conversions import converting
 from ort_zero.checkpoint.conversions.conversion import Conversion
 from ort_zero.checkpoint.conversions.converting import convert
-from ort_zero.checkpoint.files.storage import LocalFolder
+from ort_zero.checkpoint.files.storage import LocalFolder, open_folder
 from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.inspection.verification import verify
-from ort_zero.checkpoint.records import MASTER, Source
+from ort_zero.checkpoint.records import MASTER, Optimizer, ParamGroup, Source
 from ort_zero.cli.main import main
 from ort_zero.compat.deepspeed_partitions import zero3_groups, zero12_group
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -227,3 +229,163 @@ def test_layouts_cover_every_element_once():
             assert {name: sorted(found) for name, found in covered.items()} == {
                 "a": list(range(21)), "b": [0], "c": list(range(5)), "d": list(range(4))
             }  # fmt: skip
+
+
+def write_dcp(
+    folder: Path, weights: dict[str, torch.Tensor], states: dict[str, dict[str, torch.Tensor]], **options: Any
+) -> str:
+    """Write a checkpoint as ``torch.distributed.checkpoint`` does, with one parameter group; return its path."""
+    optimizer = {"state": states, "param_groups": [{"lr": 0.1, **options, "params": list(weights)}]}
+    torch.distributed.checkpoint.save({"model": weights, "optim": optimizer}, checkpoint_id=folder, no_dist=True)
+    return str(folder)
+
+
+def adam_states(weights: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return states as Adam has them after a step, in the dtypes of the weights."""
+    moments = {name: {kind: torch.randn_like(w) for kind in ("exp_avg", "exp_avg_sq")} for name, w in weights.items()}
+    return {name: {"step": torch.tensor(1.0), **states} for name, states in moments.items()}
+
+
+OUTSIDE = "/" + "../" * 20 + "tmp/outside"
+DEEPSPEEDS = ("deepspeed", "universal")
+REFUSED: dict[str, tuple[str, Any, tuple[str, ...], str]] = {
+    # case: (name of a parameter, its states besides Adam's or its weights, formats, text)
+    "a state that is a path": ("a", {OUTSIDE: torch.randn(4)}, ("universal",), "cannot be the name of its file"),
+    "a state named as the master": ("a", {"fp32": torch.randn(4)}, ("universal",), "cannot be the name of its file"),
+    "a state named as a kind": ("a", {"master": torch.randn(4)}, ("dcp", "deepspeed"), "named 'master'"),
+    "a parameter that is a path": (OUTSIDE, {}, ("universal",), "cannot be the name of a folder"),
+    "a state of another shape": ("a", {"row_var": torch.randn(2)}, (*DEEPSPEEDS, "ort_zero"), "row_var.* shape .* a, "),
+    "a state of one parameter": ("a", {"momentum": torch.randn(4)}, DEEPSPEEDS, "b has no momentum"),
+    "a number": ("a", {"mu_product": torch.tensor(0.5)}, ("universal",), "no place for .* mu_product"),
+    "double": ("a", torch.randn(4).double(), DEEPSPEEDS, "F64 of a; --to dcp"),
+    "complex": ("a", torch.randn(4, dtype=torch.complex64), DEEPSPEEDS, "C64 of a; --to dcp"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_format_cannot_store_is_refused_by_name(tmp_path, case):
+    name, change, formats, text = REFUSED[case]
+    weights = {name: torch.randn(4) if isinstance(change, dict) else change, "b": torch.randn(3)}
+    states = adam_states(weights)
+    states[name] |= change if isinstance(change, dict) else {}
+    source = write_dcp(tmp_path / "t", weights, states)
+    for to in formats:
+        with pytest.raises(CheckpointError, match=text):
+            convert(source, tmp_path / "out", to=to, stage=2, progress=False)
+        assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("url", ["local", "memory://planted"])
+def test_no_writer_leaves_its_folder(tmp_path, url):
+    folder = open_folder(tmp_path / url if url == "local" else url)
+    folder.make()
+    for name in ("../x", "/x", "a/../x", "a\nb", ""):
+        with pytest.raises(CheckpointError, match="cannot be the name"):
+            folder.write(name, b"", "token")
+    assert not list(tmp_path.rglob("*x*"))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp32_weights_in_a_group_with_bf16_ones_keep_every_bit(tmp_path, stage):
+    weights = {"layer": torch.randn(4, 4).bfloat16(), "router": torch.randn(4)}
+    states = adam_states(weights)
+    report = convert(
+        write_dcp(tmp_path / "t", weights, states), tmp_path / "out", to="deepspeed", stage=stage, world_size=2
+    )
+    values = values_of(find_source(report.destination))
+    for name, weight in weights.items():
+        expected = {MASTER: weight, **states[name]}
+        expected.pop("step")
+        assert all(torch.equal(values[kind, name], value.float()) for kind, value in expected.items())
+    assert all(value.dtype == torch.float32 for value in values.values())
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bf16"])
+def test_dcp_keeps_each_dtype_unless_asked(tmp_path, dtype):
+    weights = {
+        "bf16": torch.randn(4, 4).bfloat16(),
+        "fp32": torch.randn(4),
+        "fp64": torch.randn(4).double(),
+        "complex": torch.randn(4, dtype=torch.complex64),
+    }
+    states = adam_states(weights)
+    report = convert(write_dcp(tmp_path / "t", weights, states), tmp_path / "out", to="dcp", dtype=dtype)
+    assert report.dtype == {"keep": "keep", "bf16": "BF16"}[dtype]
+    values = values_of(find_source(report.destination))
+    for name, weight in weights.items():
+        expected = weight if dtype == "keep" or name == "complex" else weight.bfloat16()
+        assert_tensors_same({0: values[MASTER, name]}, {0: expected})
+        assert_tensors_same(
+            {k: values[k, name] for k in ("exp_avg", "exp_avg_sq")},
+            {k: states[name][k] for k in ("exp_avg", "exp_avg_sq")},
+        )
+
+
+@pytest.mark.parametrize(
+    ("class_name", "decoupled"), [("AdamW", True), ("FusedAdam", None), ("Adam", None), ("Lion", None), (None, None)]
+)
+def test_dcp_has_the_masters_and_the_options_that_are_known(tmp_path, class_name, decoupled):
+    tensors = {key: value for key, value in checkpoint_files.some_tensors().items() if key[1] != "none"}
+    optimizer = replace(checkpoint_files._optimizer(tensors), class_name=class_name or "unknown")
+    checkpoint_files.write(tmp_path / "t", tensors, dtype="BF16", optimizer=optimizer)
+    report = convert(tmp_path / "t", tmp_path / "out", to="dcp", progress=False)
+    found = find_source(report.destination)
+    assert found.optimizer is not None
+    (group,) = found.optimizer.groups
+    assert group.options.get("decoupled_weight_decay") is decoupled
+    assert ("amsgrad" in group.options) == (class_name in ("AdamW", "FusedAdam", "Adam"))
+    noted = any("decoupled_weight_decay" in note for note in report.warnings)
+    assert noted == (class_name in ("FusedAdam", "Adam"))
+    values = values_of(found)
+    masters = {key: value for key, value in tensors.items() if key[0] == MASTER}
+    assert_tensors_same({key: values[key] for key in masters}, masters)
+
+
+@pytest.mark.parametrize("to", DEEPSPEEDS)
+@pytest.mark.parametrize("kind", ["momentum_buffer", "exp_avg", "no state"])
+def test_optimizers_without_steps_and_without_states(tmp_path, kind, to):
+    weights = {(MASTER, name): torch.randn(shape) for name, shape in (("a", (4, 3)), ("b", (3,)))}
+    states = {(kind, name): torch.randn_like(w) for (_, name), w in weights.items()} if kind != "no state" else {}
+    group = ParamGroup(names=("a", "b"), options={"lr": 0.1, "momentum": 0.9})
+    optimizer = Optimizer(class_name="unknown", groups=(group,), scalars={})
+    checkpoint_files.write(tmp_path / "ours", {**weights, **states}, aliases={}, optimizer=optimizer)
+    source = convert(tmp_path / "ours", tmp_path / "dcp", to="dcp", progress=False).destination
+    if states:  # torch's format tells the trained parameters by their states
+        report = convert(source, tmp_path / "out", to=to, stage=2, world_size=2, progress=False)
+    else:
+        report = convert(tmp_path / "ours", tmp_path / "out", to=to, stage=2, world_size=2, progress=False)
+    found = find_source(report.destination)
+    assert_tensors_same(values_of(found), {**weights, **states})
+    for each in (found, find_source(source)):
+        assert each.optimizer is not None
+        assert [(set(g.names) or {"a", "b"}, g.options) for g in each.optimizer.groups] == [({"a", "b"}, group.options)]
+
+
+def test_all_numbers_go_to_deepspeeds_files_and_zeros_for_a_parameter_without_gradient(tmp_path):
+    moments = {(kind, name): torch.randn(4) for kind in ("exp_avg", "exp_avg_sq") for name in ("a", "b")}
+    masters = {(MASTER, name): torch.randn(4) for name in ("a", "b", "unrouted")}
+    scalars = {"step": dict.fromkeys("ab", 3.0), "mu_product": dict.fromkeys("ab", 0.5)}
+    group = ParamGroup(names=("a", "b", "unrouted"), options={"lr": 0.1})
+    optimizer = Optimizer(class_name="NAdam", groups=(group,), scalars=scalars)
+    checkpoint_files.write(tmp_path / "t", {**masters, **moments}, aliases={}, optimizer=optimizer)
+    report = convert(tmp_path / "t", tmp_path / "out", to="deepspeed", stage=3, sub_group_size=1, progress=False)
+    found = find_source(report.destination)
+    zeros = {(kind, "unrouted"): torch.zeros(4) for kind in ("exp_avg", "exp_avg_sq")}
+    assert_tensors_same(values_of(found), {**masters, **moments, **zeros})
+    assert found.optimizer is not None
+    expected = {key: dict.fromkeys(group.names, next(iter(values.values()))) for key, values in scalars.items()}
+    assert found.optimizer.scalars == expected
+
+
+@pytest.mark.parametrize("tag", ["latest", "latest_universal"])
+def test_destinations_that_would_damage_are_refused(tmp_path, tag):
+    source = tmp_path / "run" / tag
+    checkpoint_files.write(source, tag=tag)
+    with pytest.raises(CheckpointError, match="rename the source"):
+        convert(source, tmp_path / "out", to="deepspeed", progress=False)
+    shutil.move(source, tmp_path / "run" / "t")
+    checkpoint_files.write(tmp_path / "run" / "t", tag="t")
+    for place in ("run", "run/t", "run/t/inner"):
+        with pytest.raises(CheckpointError, match="lies in the checkpoint"):
+            convert(tmp_path / "run" / "t", tmp_path / place, to="dcp", progress=False)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["t"] and not (tmp_path / "out").exists()

@@ -67,7 +67,7 @@ ALLOWED: dict[str, set[str]] = {
     "profiling": {"env", "errors", "log", "utils"},
     # checkpoints: bytes in files, one record of what they hold, its readers, and what is done with it
     "checkpoint.files": {"errors", "utils.masking", "utils"},
-    "checkpoint.records": {"checkpoint.files", "utils"},
+    "checkpoint.records": {"checkpoint.files", "errors", "utils"},
     "checkpoint.pieces": {"checkpoint.files", "checkpoint.records"},
     "checkpoint.restricted_pickle": {"checkpoint.files"},
     "checkpoint.torch_file": {"checkpoint.files", "checkpoint.records", "checkpoint.restricted_pickle", "compat",

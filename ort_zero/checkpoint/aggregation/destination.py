@@ -7,12 +7,11 @@ old index is removed first, and the new index comes last. So no index ever lists
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 
 from ort_zero.checkpoint.files.allowed_names import is_config_name
-from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.files.storage import Folder, refuse_within
 from ort_zero.checkpoint.finding import format_in
 from ort_zero.checkpoint.records import MAX_NAMED
 from ort_zero.distributed.launched_ranks import RENDEZVOUS
@@ -38,8 +37,7 @@ def existing_names(target: Folder, root: str, overwrite: bool) -> list[str]:
     Args:
         root: folder or URL of the checkpoint that is read.
     """
-    if _is_within(target.url, root):
-        raise CheckpointError(f"the destination {target.path()} lies in the checkpoint {root}; choose another")
+    refuse_within(target, root)
     existing = [name for name in target.names() if not name.startswith(RENDEZVOUS)]
     others = [name for name in existing if not is_left_over(name)]
     if others and not overwrite:
@@ -136,9 +134,3 @@ def is_left_over(name: str) -> bool:
         return False
     name = match["name"]
     return is_config_name(name) or name.endswith(".py") or _family(name) is not None
-
-
-def _is_within(inner: str, outer: str) -> bool:
-    if "://" not in inner and "://" not in outer:
-        inner, outer = os.path.realpath(inner), os.path.realpath(outer)
-    return f"{inner}/".startswith(f"{outer}/")

@@ -15,8 +15,19 @@ from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.format.values import decode_in_json
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
 from ort_zero.checkpoint.reads.training_state import TrainingState, read_training_state, without_training_state
-from ort_zero.checkpoint.records import BUFFER, MASTER, MODULE, WEIGHT, Source, Tensor, buffer_kind, is_extra_state
+from ort_zero.checkpoint.records import (
+    BUFFER,
+    MASTER,
+    MAX_NAMED,
+    MODULE,
+    WEIGHT,
+    Source,
+    Tensor,
+    buffer_kind,
+    is_extra_state,
+)
 from ort_zero.errors import CheckpointError
+from ort_zero.utils.text import shortened
 
 _MAPPED = 64 << 20
 """Minimum number of bytes per memory map: the number of maps of a process is limited, so tensors share maps."""
@@ -75,6 +86,8 @@ class Conversion:
     """Size in bytes of each file that this rank has written, by name."""
     begun: list[str] = field(default_factory=list)
     """Names of the files that this rank has begun to write."""
+    notes: list[str] = field(default_factory=list)
+    """Remarks about the new checkpoint for the user, one sentence each."""
 
     def __post_init__(self) -> None:
         if self.new.world_size != self.source.world_size:
@@ -101,6 +114,16 @@ class Conversion:
         if ungrouped:
             raise CheckpointError(f"{self.source.root}: no parameter group has {sorted(ungrouped)[0]}")
         return groups
+
+    def check_shapes(self) -> None:
+        """Raise CheckpointError for optimizer states, such as Adafactor's, of another shape than their parameter."""
+        for kind, tensors in self.states.items():
+            names = [name for name, tensor in tensors.items() if tensor.shape != self.masters[name].shape]
+            if names:
+                raise CheckpointError(
+                    f"{self.source.root}: the optimizer's {kind} has another shape than the parameter for "
+                    f"{shortened(names, MAX_NAMED)}, which the format {self.new.format} cannot store; --to dcp can"
+                )
 
     def training_state(self, rank: int) -> TrainingState:
         """Return the training state (without tensors) of `rank` of the source; a new rank gets the state of rank 0."""

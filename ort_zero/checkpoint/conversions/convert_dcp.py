@@ -13,14 +13,17 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from ort_zero.checkpoint.conversions.conversion import Conversion
-from ort_zero.checkpoint.files.dtypes import torch_dtype
+from ort_zero.checkpoint.files.dtypes import is_floating, torch_dtype
 from ort_zero.checkpoint.files.storage import LocalFolder
 from ort_zero.checkpoint.reads.checked_reads import ReadRequest
-from ort_zero.checkpoint.records import Tensor
+from ort_zero.checkpoint.records import MASTER, WEIGHT, Tensor
 from ort_zero.errors import CheckpointError
 
-_OPTIMIZERS = {"exp_avg": torch.optim.AdamW, "momentum_buffer": torch.optim.SGD}
-"""Optimizer class of torch by the name of a state; its defaults are the options that DeepSpeed's groups lack."""
+_ADAM = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
+_OPTIMIZERS = {**dict.fromkeys(_ADAM, torch.optim.AdamW), "sgd": torch.optim.SGD}
+"""Optimizer class of torch by the optimizer's class in lower case; its defaults are the options that DeepSpeed's groups
+lack."""
+_DECOUPLED = "decoupled_weight_decay"
 
 
 class _Planner(DefaultSavePlanner):
@@ -52,8 +55,9 @@ def write(work: Conversion) -> None:
 
     def holder(tensor: Tensor) -> torch.Tensor:
         dtype = torch_dtype(tensor.dtype)
-        if tensor.name in work.masters and not tensor.is_optimizer_state:
-            dtype = torch_dtype(work.dtype)
+        is_weight = tensor.kind in (MASTER, WEIGHT) and is_floating(tensor.dtype)
+        if is_weight and work.new.dtype is not None:
+            dtype = torch_dtype(work.new.dtype)
         result = torch.empty(tensor.shape, dtype=dtype, device="meta")
         stored[id(result)] = tensor
         return result
@@ -83,8 +87,16 @@ def _states(work: Conversion, holder: Any) -> dict[str, dict[str, Any]]:
 
 def _groups(work: Conversion) -> list[dict[str, Any]]:
     """Return the parameter groups, with the options that torch's optimizer has and DeepSpeed's lacks."""
-    kind = next((make for state, make in _OPTIMIZERS.items() if state in work.states), None)
-    defaults = dict(kind([torch.empty(0)]).param_groups[0]) if kind is not None else {}
-    return [
-        {**defaults, **work.options(number), "params": names} for number, names in enumerate(work.groups()) if names
-    ]
+    assert work.source.optimizer is not None
+    name = (work.source.optimizer.class_name or "").lower()
+    defaults: dict[str, Any] = {}
+    if name in _OPTIMIZERS:
+        defaults = dict(_OPTIMIZERS[name]([torch.empty(0)]).param_groups[0])
+    decoupled = defaults.pop(_DECOUPLED, None) if name != "adamw" else None
+    groups = [{**defaults, **work.options(number), "params": n} for number, n in enumerate(work.groups()) if n]
+    if decoupled is not None and any(_DECOUPLED not in group for group in groups):
+        work.notes.append(
+            f"the source does not tell whether its {work.source.optimizer.class_name} decouples the weight decay, so "
+            f"the groups lack {_DECOUPLED}: load them with DefaultLoadPlanner(allow_partial_load=True)"
+        )
+    return groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from typing import Any
 
@@ -11,10 +12,37 @@ from ort_zero.checkpoint.conversions.conversion import Conversion
 from ort_zero.checkpoint.files.dtypes import torch_dtype
 from ort_zero.checkpoint.reads.checked_reads import ReadRequest
 from ort_zero.checkpoint.reads.training_state import TrainingState
-from ort_zero.checkpoint.records import EXTRA_STATE, Tensor
+from ort_zero.checkpoint.records import EXTRA_STATE, MAX_NAMED, Tensor
 from ort_zero.compat import deepspeed_files
 from ort_zero.compat.deepspeed_partitions import FlatGroup, zero3_groups, zero3_part, zero12_group
 from ort_zero.errors import CheckpointError
+from ort_zero.utils.text import shortened
+
+_WITHIN_F32 = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+"""Dtypes of masters whose values fp32 holds: DeepSpeed's masters are fp32."""
+
+
+def check(work: Conversion) -> None:
+    """Raise CheckpointError for a source that the formats of DeepSpeed cannot store, before a file is written."""
+    root = work.source.root
+    if not any(work.groups()):
+        raise CheckpointError(f"{root} holds no trained parameter, which DeepSpeed's formats need; --to dcp does not")
+    wide = [name for name, tensor in work.masters.items() if tensor.dtype not in _WITHIN_F32]
+    if wide:
+        raise CheckpointError(
+            f"{root}: DeepSpeed's masters are fp32, which cannot hold {work.masters[wide[0]].dtype} of "
+            f"{shortened(wide, MAX_NAMED)}; --to dcp and --to ort_zero keep every dtype"
+        )
+    for names in work.groups():
+        work.numbers(names)
+        kinds = _kinds(work, names)
+        for name in names:
+            missing = [kind for kind in kinds if name not in work.states[kind]]
+            if missing and len(missing) < len(kinds):  # a parameter without any state had no gradient yet
+                raise CheckpointError(
+                    f"{root}: {name} has no {missing[0]}, which other parameters of its group have: DeepSpeed's "
+                    "formats store the same states for a whole group; --to dcp and --to ort_zero do not"
+                )
 
 
 def write_rank(work: Conversion, rank: int) -> None:
@@ -81,16 +109,17 @@ def _optimizer_state(work: Conversion, flats: list[FlatGroup], saved: TrainingSt
     requests: list[ReadRequest] = []
     zero3 = work.new.zero_stage == 3
     masters, state = [], {}
+    groups = work.groups()
     for number, flat in enumerate(flats):
-        masters.append(_flat(work, flat, work.masters, flat.size - flat.padding, requests))
-        moments = {
-            kind: _flat(work, flat, by_name, flat.size, requests)
-            for kind, by_name in work.states.items()
-            if any(name in by_name for name in flat.names)
-        }
-        state[number] = {**work.numbers(flat.names), **moments}
+        masters.append(_flat(work, flat, work.masters, flat.size - flat.padding, torch.float32, requests))
+        state[number] = dict[str, Any](work.numbers(groups[flat.group]))
+        for kind in _kinds(work, groups[flat.group]):
+            by_name = work.states[kind]
+            dtypes = [torch_dtype(by_name[name].dtype) for name in groups[flat.group] if name in by_name]
+            dtype = functools.reduce(torch.promote_types, dtypes)
+            state[number][kind] = _flat(work, flat, by_name, flat.size, dtype, requests)
     work.reader.read(requests)
-    numbers: list[list[int]] = [[] for _ in work.groups()]
+    numbers: list[list[int]] = [[] for _ in groups]
     for number, flat in enumerate(flats):
         numbers[flat.group].append(number)
     inner = {"state": state, "param_groups": param_groups(work, numbers)}
@@ -115,11 +144,20 @@ def _optimizer_state(work: Conversion, flats: list[FlatGroup], saved: TrainingSt
     }
 
 
+def _kinds(work: Conversion, names: list[str]) -> list[str]:
+    """Return the optimizer states that parameters of a group have."""
+    return [kind for kind, by_name in work.states.items() if any(name in by_name for name in names)]
+
+
 def _flat(
-    work: Conversion, flat: FlatGroup, by_name: dict[str, Tensor], size: int, requests: list[ReadRequest]
+    work: Conversion,
+    flat: FlatGroup,
+    by_name: dict[str, Tensor],
+    size: int,
+    dtype: torch.dtype,
+    requests: list[ReadRequest],
 ) -> torch.Tensor:
     """Return one flat tensor of zeros; append to `requests` the reads that fill it."""
-    dtype = next(torch_dtype(by_name[name].dtype) for name in flat.names if name in by_name)
     room = work.scratch.tensor(size, dtype)
     for place in flat.places:
         if place.name in by_name:
@@ -157,7 +195,6 @@ def _module_content(
         module[f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE] = value
     with_frozen = by_rank or work.new.zero_stage == 2
     frozen_shapes = OrderedDict((name, torch.Size(work.frozen[name].shape)) for name in fragments)
-    steps = saved.counters["global_steps"]
     content = {
         "module": module,
         "buffer_names": list(work.buffers),
@@ -170,7 +207,7 @@ def _module_content(
         "data_sampler": saved.data_sampler,
         "random_ltd": saved.random_ltd,
         "skipped_steps": saved.counters.get("skipped_steps", 0),
-        "global_steps": steps,
+        "global_steps": saved.counters.get("global_steps", 0),
         "dp_world_size": work.new.world_size,
         "mp_world_size": 1,
         "ds_config": ds_config(work),

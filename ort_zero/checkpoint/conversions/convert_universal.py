@@ -11,23 +11,32 @@ import torch
 
 from ort_zero.checkpoint.conversions import convert_deepspeed
 from ort_zero.checkpoint.conversions.conversion import Conversion
+from ort_zero.checkpoint.files.allowed_names import is_plain_name
 from ort_zero.checkpoint.files.dtypes import torch_dtype
 from ort_zero.checkpoint.reads.checked_reads import ReadRequest
 from ort_zero.compat import deepspeed_files
 from ort_zero.errors import CheckpointError
 
 _FOLDER = "zero"
+_MASTER, _STEP = "fp32", "step"
 _INTEGER_STEPS = ("Fused", "DeepSpeed", "OnebitAdam", "ZeroOneAdam")
 """Prefixes of the class names of optimizers that store the step as a Python int; torch's optimizers store a tensor."""
 
 
 def check(work: Conversion) -> None:
-    """Raise CheckpointError for a parameter name that cannot name a folder, and for a group with different steps."""
+    """Raise CheckpointError for names that cannot name a folder or a file, and for numbers that have no file."""
     for name in work.masters:
-        if "/" in name or name in ("", ".", "..") or "\0" in name:
+        if not is_plain_name(name):
             raise CheckpointError(f"the parameter's name {name!r} cannot be the name of a folder")
-    for names in work.groups():
-        work.numbers(names)
+    for kind in work.states:
+        if not is_plain_name(kind) or kind in (_MASTER, _STEP):
+            raise CheckpointError(f"the name {kind!r} of an optimizer state cannot be the name of its file")
+    numbers = work.source.optimizer.scalars.keys() - {_STEP} if work.source.optimizer else ()
+    if numbers:
+        raise CheckpointError(
+            f"{work.source.root}: a universal checkpoint has no place for the optimizer's "
+            f"{', '.join(sorted(numbers))}; --to deepspeed has"
+        )
 
 
 def write_share(work: Conversion, rank: int, ranks: int) -> None:
@@ -61,10 +70,11 @@ def write_rest(work: Conversion) -> None:
 def _write_parameter(work: Conversion, name: str, group: list[str]) -> None:
     work.new_scratch()
     requests: list[ReadRequest] = []
-    stored = {"fp32": work.masters[name], **{k: by_name[name] for k, by_name in work.states.items() if name in by_name}}
+    stored = {_MASTER: work.masters[name]}
+    stored |= {kind: by_name[name] for kind, by_name in work.states.items() if name in by_name}
     content: dict[str, Any] = {}
     for kind, tensor in stored.items():
-        dtype = torch.float32 if kind == "fp32" else torch_dtype(tensor.dtype)
+        dtype = torch.float32 if kind == _MASTER else torch_dtype(tensor.dtype)
         content[kind] = {"param": work.whole(tensor, dtype, requests)}
     work.reader.read(requests)
     content |= _step(work, group)
@@ -77,8 +87,8 @@ def _write_parameter(work: Conversion, name: str, group: list[str]) -> None:
 def _step(work: Conversion, names: list[str]) -> dict[str, Any]:
     """Return ``{"step": ...}`` of a group in its optimizer's type; an empty dict before the first step."""
     optimizer = work.source.optimizer
-    step = work.numbers(names).get("step")
+    step = work.numbers(names).get(_STEP)
     if step is None or optimizer is None:
         return {}
     integer = (optimizer.class_name or "").startswith(_INTEGER_STEPS)
-    return {"step": int(step) if integer else torch.tensor(float(step))}
+    return {_STEP: int(step) if integer else torch.tensor(float(step))}

@@ -22,9 +22,9 @@ from ort_zero.checkpoint.conversions.conversion import Conversion
 from ort_zero.checkpoint.dcp import metadata
 from ort_zero.checkpoint.dcp.reader import SUFFIX
 from ort_zero.checkpoint.deepspeed import file_names
-from ort_zero.checkpoint.files.allowed_names import check_tag
+from ort_zero.checkpoint.files.allowed_names import is_plain_name
 from ort_zero.checkpoint.files.dtypes import CHOICES, output_code
-from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
+from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder, refuse_within
 from ort_zero.checkpoint.finding import find_source, format_in
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.reads.record_checks import check_records_of
@@ -62,7 +62,7 @@ class ConvertReport:
     world_size: int
     zero_stage: int
     dtype: str
-    """Dtype of the module's weights, as a safetensors code such as "BF16"."""
+    """Dtype of the module's weights, as a safetensors code such as "BF16"; "keep" if each keeps its own ("dcp")."""
     files: Mapping[str, int]
     """Size in bytes of each file by name."""
     bytes: int
@@ -137,7 +137,7 @@ def convert(
         for rank_files in ranks.gather(work.files):
             files.update(rank_files)
         with ranks.raise_on_all("publishing"):
-            warnings: tuple[str, ...] = source.notes
+            warnings: tuple[str, ...] = (*source.notes, *work.notes)
             if ranks.rank == 0:
                 warnings += _publish(open_folder(dst), work.target, new)
     except BaseException:
@@ -156,7 +156,7 @@ def convert(
         step=source.step,
         world_size=new.world_size,
         zero_stage=new.zero_stage,
-        dtype=work.dtype,
+        dtype=new.dtype or "keep",
         files=dict(sorted(files.items())),
         bytes=sum(files.values()),
         seconds=time.perf_counter() - started,
@@ -182,7 +182,8 @@ def _described(
     if not min_stage <= number <= 3:
         raise CheckpointError(f"ZeRO-{number} cannot be written in the format {to}; give a stage from {min_stage} to 3")
     tag = source.tag.rstrip("/").rpartition("/")[2]
-    check_tag(tag)
+    if not is_plain_name(tag) or tag in (manifest.LATEST, file_names.LATEST_UNIVERSAL):
+        raise CheckpointError(f"{source.root}: {tag!r} cannot be the name of the new checkpoint; rename the source")
     token = uuid.uuid4().hex[:16]
     optimizer = source.optimizer
     return replace(
@@ -195,7 +196,7 @@ def _described(
         tensors=(),
         files={},
         optimizer=optimizer and replace(optimizer, class_name=optimizer.class_name or "unknown", scalars={}),
-        dtype=output_code(dtype, source.dtype or "F32"),
+        dtype=None if to == "dcp" and dtype == "keep" else output_code(dtype, source.dtype or "F32"),
         run_id=uuid.uuid5(uuid.NAMESPACE_OID, token).hex,
         save_id=token,
     )
@@ -203,8 +204,7 @@ def _described(
 
 def _refuse_place(place: Folder, source: Source, overwrite: bool) -> None:
     """Raise CheckpointError unless `place` is free, or holds nothing but a checkpoint that may be replaced."""
-    if os.path.realpath(place.url) == os.path.realpath(source.root):
-        raise CheckpointError(f"the destination {place.path()} is the source itself; choose another folder")
+    refuse_within(place, source.root)
     names = place.names()
     if not names or (not isinstance(place, LocalFolder) and all(map(_is_left_over, names))):
         return
@@ -258,10 +258,13 @@ def _write(work: Conversion, ranks: RankGroup, progress: bool) -> None:
         ranks.raise_on_all("converting"),
         bar(len(target_ranks), "convert", "files", shown=progress and not ranks.rank) as shown,
     ):
-        if new.format in ("deepspeed", "universal"):
-            work.groups()  # raises for a source without optimizer, before a file is written
+        if new.format != "dcp":
+            work.check_shapes()
         if new.format == "universal":
             convert_universal.check(work)
+        if new.format in ("deepspeed", "universal"):
+            convert_deepspeed.check(work)
+        if new.format == "universal":
             convert_universal.write_share(work, ranks.rank, ranks.size)
             if ranks.rank == 0:
                 convert_universal.write_rest(work)

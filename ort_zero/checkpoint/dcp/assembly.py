@@ -24,6 +24,7 @@ from ort_zero.checkpoint.records import (
     Piece,
     Source,
     Tensor,
+    check_state_name,
 )
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -72,6 +73,8 @@ class CheckpointContents:
         number: float | None = None,
     ) -> None:
         """Add a tensor that lies in `blocks`; `number` is the value of an optimizer's number without dimensions."""
+        if meaning.kind == names.STATE:
+            check_state_name(meaning.state, self.folder.path())
         try:
             code = code_of(dtype)
         except CheckpointError as error:

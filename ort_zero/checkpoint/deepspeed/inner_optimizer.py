@@ -7,7 +7,7 @@ from typing import Any
 
 from ort_zero.checkpoint.deepspeed.partitioning import FlatLayout, Flats, flat_tensors, masters_of
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, zero_state
-from ort_zero.checkpoint.records import Optimizer, ParamGroup, Tensor
+from ort_zero.checkpoint.records import Optimizer, ParamGroup, Tensor, check_state_name
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile, read_number
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -110,6 +110,7 @@ def _moments(files: StateFiles, layout: FlatLayout, states: list[list[State]]) -
     masters = [masters_of(files, file) for file in files.optimizers]
     tensors: list[Tensor] = []
     for kind in kinds:
+        check_state_name(kind, files.path(files.optimizers[0]))
         flats: list[Flats] = [
             {n: state[kind] for n, state in enumerate(rank_states) if kind in state} for rank_states in states
         ]

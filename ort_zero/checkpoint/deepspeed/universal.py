@@ -23,7 +23,7 @@ from ort_zero.checkpoint.deepspeed.state_files import StateFiles, open_states, w
 from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
 from ort_zero.checkpoint.files.allowed_names import is_plain_name
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.records import MASTER, MAX_NAMED, Optimizer, ParamGroup, Tensor
+from ort_zero.checkpoint.records import MASTER, MAX_NAMED, Optimizer, ParamGroup, Tensor, check_state_name
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -130,6 +130,8 @@ def _read_parameter(states: StateFiles, name: str, shape: tuple[int, ...] | None
                 f"{states.path(file)} is not a file of a universal checkpoint: no tensor in it"
             )
         kind = MASTER if file_name == _MASTER else file_name.removesuffix(".pt")
+        if file_name != _MASTER:
+            check_state_name(kind, states.path(file))
         parameter.tensors.append(_tensor(states, file, name, kind, stored, shape))
     for tensor in parameter.tensors:
         if tensor.shape != parameter.tensors[0].shape:

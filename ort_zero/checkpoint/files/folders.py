@@ -10,7 +10,9 @@ from typing import IO, Any
 
 from isal.isal_zlib import crc32
 
-from ort_zero.errors import CorruptCheckpointError
+from ort_zero.checkpoint.files.allowed_names import is_plain_name
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.utils.atomic_write import partial_name
 from ort_zero.utils.masking import masked
 
 CHUNK = 8 << 20
@@ -135,6 +137,16 @@ class Folder:
         if size is None:
             raise CorruptCheckpointError(f"{self.path(name)} is missing")
         return io.BufferedReader(_Range(self, name, start, size - start if length is None else length), _STREAM_BUFFER)
+
+    def partial(self, name: str, token: str) -> str:
+        """Return the name of the incomplete file of :meth:`writing`; every writer of a file calls this.
+
+        Raises:
+            CheckpointError: `name`, which may come from a checkpoint, leads out of this folder.
+        """
+        if not all(map(is_plain_name, name.split("/"))):
+            raise CheckpointError(f"{name!r} cannot be the name of a file in {self.path()}")
+        return partial_name(name, token)
 
     def make(self) -> None:
         """Make the folder and its parents; the folder may exist."""

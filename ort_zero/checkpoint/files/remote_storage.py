@@ -14,7 +14,6 @@ from typing import IO, Any, TypeVar
 
 from ort_zero.checkpoint.files.folders import CHUNK, Folder, joined_url
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
-from ort_zero.utils.atomic_write import partial_name
 from ort_zero.utils.masking import masked_as_in
 
 RANGE_BYTES = CHUNK
@@ -151,7 +150,7 @@ class RemoteFolder(Folder):
     @contextmanager
     def writing(self, name: str, token: str, durable: bool = False, size: int = 0) -> Iterator[IO[bytes]]:
         """Yield a stream into a separate object, which appears when the block ends and not if the block raises."""
-        path = self._at(partial_name(name, token))
+        path = self._at(self.partial(name, token))
         failure = stream = None
         try:
             part = max(CHUNK, -(-size // _MAX_PARTS)) if size else _PART_OF_UNKNOWN
@@ -196,12 +195,12 @@ class RemoteFolder(Folder):
     @_masking("rename")
     def publish(self, name: str, token: str) -> None:
         """Move the object to its final name, on the server if the store can copy."""
-        self._fs.mv(self._at(partial_name(name, token)), self._at(name))
+        self._fs.mv(self._at(self.partial(name, token)), self._at(name))
 
     @_masking("remove")
     def discard(self, name: str, token: str) -> None:
         """Remove the partial object of :meth:`writing`, if it exists."""
-        self._forget(self._at(partial_name(name, token)))
+        self._forget(self._at(self.partial(name, token)))
 
     @_masking("remove")
     def remove(self, name: str) -> None:

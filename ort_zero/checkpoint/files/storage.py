@@ -15,7 +15,7 @@ from typing import IO, Any, cast
 
 from ort_zero.checkpoint.files.folders import CHUNK, Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
-from ort_zero.utils.atomic_write import partial_name, removed_on_error
+from ort_zero.utils.atomic_write import removed_on_error
 
 __all__ = ["CHUNK", "Folder", "LocalFolder", "open_folder"]
 
@@ -158,7 +158,7 @@ class LocalFolder(Folder):
     @contextmanager
     def writing(self, name: str, token: str, durable: bool = False, size: int = 0) -> Iterator[IO[bytes]]:
         """Yield an unbuffered stream into a hidden file in this folder; an exception removes the file."""
-        path = self._root / partial_name(name, token)
+        path = self._root / self.partial(name, token)
         try:
             with removed_on_error(path, durable=durable, buffering=0) as raw:
                 yield cast(IO[bytes], _WholeWrites(raw))
@@ -171,7 +171,7 @@ class LocalFolder(Folder):
     def writing_from(self, name: str, token: str, offset: int) -> Iterator[IO[bytes]]:
         """Yield an unbuffered stream into the hidden file, which is made if it does not exist."""
         try:
-            descriptor = os.open(self._root / partial_name(name, token), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(self._root / self.partial(name, token), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
             with os.fdopen(descriptor, "wb", buffering=0) as raw:
                 raw.seek(offset)
                 yield cast(IO[bytes], _WholeWrites(raw))
@@ -180,7 +180,7 @@ class LocalFolder(Folder):
 
     def publish(self, name: str, token: str) -> None:
         """Rename the hidden file, which replaces a file of the final name in one step."""
-        os.replace(self._root / partial_name(name, token), self._root / name)
+        os.replace(self._root / self.partial(name, token), self._root / name)
 
     def settle(self) -> None:
         """Call fsync on the folder, so that renames survive a power failure."""
@@ -192,7 +192,7 @@ class LocalFolder(Folder):
 
     def discard(self, name: str, token: str) -> None:
         """Remove the hidden file of :meth:`writing`, if it exists."""
-        (self._root / partial_name(name, token)).unlink(missing_ok=True)
+        (self._root / self.partial(name, token)).unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         """Remove a file from the file system; a missing file is no error."""
@@ -222,6 +222,15 @@ class _WholeWrites:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._raw, name)
+
+
+def refuse_within(target: Folder, root: str) -> None:
+    """Raise CheckpointError if the destination `target` is the checkpoint `root` (folder or URL), or lies in it."""
+    inner, outer = target.url, root
+    if "://" not in inner and "://" not in outer:
+        inner, outer = os.path.realpath(inner), os.path.realpath(outer)
+    if f"{inner}/".startswith(f"{outer}/"):
+        raise CheckpointError(f"the destination {target.path()} lies in the checkpoint {root}; choose another")
 
 
 def open_folder(url: str | os.PathLike) -> Folder:
