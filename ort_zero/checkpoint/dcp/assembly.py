@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ort_zero.checkpoint.dcp import names
 from ort_zero.checkpoint.dcp.blocks import Block, CoverError, pieces_of_blocks
 from ort_zero.checkpoint.dcp.names import Meaning
+from ort_zero.checkpoint.dcp.numbering import names_by_number
 from ort_zero.checkpoint.files.dtypes import code_of, is_floating, itemsize
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.model_files.config_files import model_config
@@ -29,6 +31,20 @@ from ort_zero.checkpoint.records import (
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
+
+Options = dict[str, Any]
+"""The options of a parameter group; or of one parameter, as flattened keys have them."""
+Place = tuple[str, str]
+"""An optimizer, and the name or number of one of its parameters."""
+_OF_MEMBERS = frozenset(("params", "param_names"))
+"""Options of a group that list its parameters."""
+_WHY_LOST = {
+    False: "it has no weights of these names",
+    True: "several weights, or none, may have these numbers; save with names, as torch's get_state_dict gives them",
+}
+"""Why states are left out, by whether they have numbers in place of names."""
+_EMBEDDING = re.compile(r"wte|shared|.*embed.*")
+"""Matches the names that models give to their embeddings, which are the weights that models tie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +71,13 @@ class CheckpointContents:
     """Names of the parameters in the order of the model; None if the files do not tell them from buffers."""
     divided: set[str] = field(default_factory=set)
     """Names of the weights with several shards: parameters, since FSDP leaves buffers whole."""
+    sharded: set[str] = field(default_factory=set)
+    """Keys of the tensors that files of ranks hold in shards."""
     others: list[str] = field(default_factory=list)
     """Keys of values that are neither weights nor states of the optimizer."""
     notes: list[str] = field(default_factory=list)
     checksums: dict[str, tuple] = field(default_factory=dict)
-    """(offsets, length, CRC-32) of all blocks of a weight, by its name, where every block has a CRC-32."""
+    """(offsets, length, CRC-32) of all blocks and the strides of a weight, by name, where every block has a CRC-32."""
     world_size: int = 1
 
     def add(
@@ -97,32 +115,50 @@ class CheckpointContents:
 def source_of(contents: CheckpointContents) -> Source:
     """Return the :class:`Source` of a checkpoint: tensors with their kinds, tied weights, parameter groups."""
     folder, notes = contents.folder, list(contents.notes)
-    weights = {str(v.meaning.name): v.tensor for v in contents.of(names.WEIGHT) if v.tensor is not None}
-    numbers = _names_of_numbers(contents, weights, notes)
-    states = [value for value in contents.of(names.STATE) if value.meaning.name in numbers]
-    trained = {numbers[value.meaning.name] for value in states}
-    aliases = {**contents.aliases, **_tied(contents, weights, trained)}
+    weights: dict[str, Tensor] = {}
+    for value in contents.of(names.WEIGHT):
+        if value.tensor is not None:
+            _add_once(weights, str(value.meaning.name), value.tensor, folder)
+    options = _options(contents)
+    parameters_of = _parameters(contents, options, weights, notes)
+    found = [(parameters_of.get(_place(value)), value) for value in contents.of(names.STATE)]
+    states = [(name, value) for name, value in found if name is not None]
+    groups = _groups(options, parameters_of, notes)
+    members = {name for group in groups for name in group.names}
+    trained = {name for name, _ in states} or members
+    unstepped = sorted(members - trained)
+    if unstepped:
+        notes.append(
+            f"the optimizer has no state of {shortened(unstepped, MAX_NAMED)}, which are in its groups: it never "
+            "changed them, and they are taken to be frozen"
+        )
+    tied = _tied(contents, weights, trained)
+    if tied:
+        pairs = shortened([f"{name} = {kept}" for name, kept in sorted(tied.items())], MAX_NAMED)
+        notes.append(f"equal matrices are taken to be one tied weight, which is written once: {pairs}")
+    aliases = {**contents.aliases, **tied}
     weights = {name: tensor for name, tensor in weights.items() if name not in aliases}
-    tensors: list[Tensor] = []
+    tensors: dict[tuple[str, str], Tensor] = {}
     parameters = contents.divided or set(contents.parameters or weights)
     for name, tensor in weights.items():
         is_weight = is_floating(tensor.dtype) and (name in parameters or not trained)
         kind = MASTER if name in trained else WEIGHT if is_weight else BUFFER
-        tensors.append(replace(tensor, name=name, kind=kind))
+        tensors[kind, name] = replace(tensor, name=name, kind=kind)
     scalars: dict[str, dict[str, float]] = {}
-    for value in states:
-        name, state = numbers[value.meaning.name], value.meaning.state
+    for name, value in states:
+        state = value.meaning.state
         if isinstance(value.content, (int, float)) and (state == "step" or weights[name].shape):
             scalars.setdefault(state, {})[name] = float(value.content)
         elif value.tensor is not None:
-            tensors.append(replace(value.tensor, name=name, kind=state))
-    lost = sorted({str(value.meaning.name) for value in contents.of(names.STATE)} - {str(name) for name in numbers})
-    if lost:
-        notes.append(f"optimizer states of {shortened(lost, MAX_NAMED)} are left out: it has no weights of these names")
+            _add_once(tensors, (state, name), replace(value.tensor, name=name, kind=state), folder)
+    lost = {str(value.meaning.name) for name, value in found if name is None}
+    for are_numbers, why in _WHY_LOST.items():
+        left = sorted((n for n in lost if n.isdigit() == are_numbers), key=lambda name: (len(name), name))
+        if left:
+            notes.append(f"optimizer states of {shortened(left, MAX_NAMED)} are left out: {why}")
     if contents.others:
         others = shortened(sorted(contents.others), MAX_NAMED)
         notes.append(f"values that are neither weights nor states of the optimizer are left out: {others}")
-    groups = _groups(contents.of(names.OPTION), numbers, notes)
     return Source(
         format="dcp",
         root=folder.url,
@@ -130,83 +166,110 @@ def source_of(contents: CheckpointContents) -> Source:
         step=None,
         world_size=contents.world_size,
         zero_stage=0,
-        tensors=tuple(tensors),
+        tensors=tuple(tensors.values()),
         files={
             name: File(name=name, size=folder.size(name) or 0, records=tuple(sorted(records)))
             for name, records in sorted(contents.records.items())
         },
         aliases=aliases,
-        frozen=frozenset(t.name for t in tensors if t.kind == WEIGHT) if trained else frozenset(),
+        frozen=frozenset(name for kind, name in tensors if kind == WEIGHT) if trained else frozenset(),
         optimizer=Optimizer(class_name=None, groups=groups, scalars=scalars) if trained or groups else None,
         notes=tuple(dict.fromkeys(notes)),
     )
 
 
+def _add_once(found: dict[Any, Tensor], key: Any, tensor: Tensor, folder: Folder) -> None:
+    """Add a tensor; raise CheckpointError if another value has the same meaning."""
+    if found.setdefault(key, tensor) is not tensor:
+        what = f"the weight {key}" if isinstance(key, str) else " of ".join(key)
+        raise CheckpointError(
+            f"{folder.path()} holds {what} twice, of two models or optimizers; ort_zero reads one of each: load the "
+            "checkpoint with torch.distributed.checkpoint, and save each model in a folder of its own"
+        )
+
+
 def _tied(contents: CheckpointContents, weights: Mapping[str, Tensor], trained: Collection[str]) -> dict[str, str]:
     """Return tied weights, which torch writes once for each name: name -> name of the weight that is kept.
 
-    Two matrices are tied if their bytes are equal, and the optimizer trains one of them alone or ``config.json`` ties
-    them. They are not if ``config.json`` says so.
+    Matrices of equal bytes are tied if an embedding is among them, and the optimizer trains one of them alone or
+    ``config.json`` ties them. They are not if ``config.json`` says so, or if two modules have the same name: a teacher,
+    an average and the original of a fine-tuned module begin as copies.
     """
     config = model_config(contents.folder)
     ties = config.get("tie_word_embeddings") if isinstance(config, dict) else None
-    kept: dict[tuple, str] = {}
-    aliases = {}
+    equal: dict[tuple, list[str]] = {}
     for name in sorted(weights, key=lambda name: name not in trained):
         tensor, checksums = weights[name], contents.checksums.get(name)
-        if checksums is None or len(tensor.shape) < 2:
-            continue
-        other = kept.setdefault((tensor.shape, tensor.dtype, checksums), name)
-        if other != name and ties is not False and name not in trained and (ties or other in trained):
-            aliases[name] = other
+        if checksums is not None and len(tensor.shape) > 1:
+            equal.setdefault((tensor.shape, tensor.dtype, checksums), []).append(name)
+    aliases = {}
+    for kept, *others in equal.values():
+        modules = {name.split(".")[-2:][0] for name in (kept, *others)}
+        is_tie = len(modules) == len(others) + 1 and any(map(_EMBEDDING.fullmatch, modules))
+        if is_tie and ties is not False and (ties or kept in trained):
+            aliases.update({name: kept for name in others if name not in trained})
     return aliases
 
 
-def _names_of_numbers(
-    contents: CheckpointContents, weights: Mapping[str, Tensor], notes: list[str]
-) -> dict[str | int, str]:
-    """Return the parameter's name by the name or number in the optimizer's keys.
-
-    An optimizer that counts its parameters numbers them in the order of ``model.parameters()``, the order of the state
-    dict. The numbers are used only if the shapes of all states fit.
-    """
-    by_name: dict[str | int, str] = {name: name for name in weights}
-    counted = [v for v in contents.of(names.STATE) if v.meaning.name not in by_name and str(v.meaning.name).isdigit()]
-    if not counted:
-        return by_name
-    parameters = contents.parameters or [name for name, tensor in weights.items() if is_floating(tensor.dtype)]
-    by_number = {
-        v.meaning.name: parameters[int(v.meaning.name)] for v in counted if int(v.meaning.name) < len(parameters)
-    }
-    shapes = [(v.tensor.shape, by_number.get(v.meaning.name)) for v in counted if v.tensor and v.content is None]
-    if any(name is None or len(shape) > len(weights[name].shape) for shape, name in shapes) or any(
-        shape != weights[str(name)].shape for shape, name in shapes if len(shape) == len(weights[str(name)].shape)
-    ):
-        notes.append("its optimizer counts the parameters, and their shapes do not fit to the order of the weights")
-        return by_name
-    return {**by_name, **by_number}
+def _options(contents: CheckpointContents) -> dict[Place, Options]:
+    """Return the options by optimizer and group; flattened keys have them by parameter."""
+    options: dict[Place, Options] = {}
+    for value in contents.of(names.OPTION):
+        content = value.tensor if value.content is None and value.tensor is not None else value.content
+        options.setdefault(_place(value), {})[value.meaning.state] = content
+    return options
 
 
-def _groups(values: Iterable[Value], numbers: Mapping[str | int, str], notes: list[str]) -> tuple[ParamGroup, ...]:
+def _place(value: Value) -> Place:
+    return value.meaning.optimizer, str(value.meaning.name)
+
+
+def _parameters(
+    contents: CheckpointContents, options: Mapping[Place, Options], weights: Mapping[str, Tensor], notes: list[str]
+) -> dict[Place, str]:
+    """Return the weights' names by the names and numbers in the optimizers' keys, as far as they are certain."""
+    by_optimizer: dict[str, list[Value]] = {}
+    for value in contents.of(names.STATE):
+        by_optimizer.setdefault(value.meaning.optimizer, []).append(value)
+    found: dict[Place, str] = {}
+    for optimizer in dict.fromkeys((*by_optimizer, *(optimizer for optimizer, _ in options))):
+        states = by_optimizer.get(optimizer, [])
+        groups = [group for (other, _), group in options.items() if other == optimizer]
+        counting = [group for group in groups if any(type(member) is int for member in _members(group))]
+        if counting:
+            numbered = names_by_number(counting, states, weights, contents.sharded)
+            found.update({(optimizer, str(number)): name for number, name in numbered.items()})
+            if numbered and not all("param_names" in group for group in counting):
+                notes.append("the optimizer counts its parameters, whose order is taken to be the model's")
+        else:
+            found.update({(optimizer, name): name for name in weights})
+    return found
+
+
+def _members(group: Options) -> list:
+    members = group.get("params")
+    return members if isinstance(members, list) else []
+
+
+def _groups(options: Mapping[Place, Options], found: Mapping[Place, str], notes: list[str]) -> tuple[ParamGroup, ...]:
     """Return the parameter groups; options by parameter's name, as flattened keys have them, are grouped by value."""
-    options: dict[str | int, dict[str, Any]] = {}
-    for value in values:
-        options.setdefault(value.meaning.name, {})[value.meaning.state] = value.content
-    groups: dict[str, ParamGroup] = {}
-    for name, found in options.items():
-        members = found.pop("params", [name])
-        plain = {key: option for key, option in found.items() if _is_plain(option)}
-        if len(plain) < len(found):
-            notes.append(f"options of the optimizer are no plain values: {', '.join(sorted(found.keys() - plain))}")
-        taken = tuple(numbers[member] for member in members if member in numbers)
-        text = json.dumps(plain, sort_keys=True) if name in numbers else f"group {name}"
-        before = groups[text].names if text in groups else ()
-        groups[text] = ParamGroup(names=(*before, *taken), options=json.loads(json.dumps(plain)))
+    groups: dict[Any, ParamGroup] = {}
+    for (optimizer, group), all_options in options.items():
+        plain = {key: value for key, value in all_options.items() if key not in _OF_MEMBERS and _is_plain(value)}
+        others = sorted(all_options.keys() - plain.keys() - _OF_MEMBERS)
+        if others:
+            notes.append(f"options of the optimizer are no plain values: {', '.join(others)}")
+        is_group = "params" in all_options
+        places = [(optimizer, str(member)) for member in (_members(all_options) if is_group else [group])]
+        key = (optimizer, group) if is_group else json.dumps(plain, sort_keys=True)
+        before = groups[key].names if key in groups else ()
+        taken = tuple(found[place] for place in places if place in found)
+        groups[key] = ParamGroup(names=(*before, *taken), options=json.loads(json.dumps(plain)))
     return tuple(groups.values())
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, StoredTensor):
+    if isinstance(value, (StoredTensor, Tensor)):
         return False
     try:
         json.dumps(value)

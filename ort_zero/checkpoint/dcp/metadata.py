@@ -54,7 +54,7 @@ class Entry:
 
 
 def read_metadata(folder: Folder) -> list[Entry]:
-    """Return the entries of the checkpoint in `folder`, in the order of its metadata."""
+    """Return the entries of the checkpoint in `folder`, in the order of the saved state dict."""
     path = folder.path(NAME)
     try:
         content, _ = read_pickle(folder.read(NAME, limit=_MAX_BYTES), {}, _no_tensor)
@@ -65,11 +65,11 @@ def read_metadata(folder: Folder) -> list[Entry]:
     try:
         fields = _fields(content, "Metadata")
         places = dict(_places(folder, fields["storage_data"]))
-        paths = fields.get("planner_data")
-        return [
-            _entry(folder, key, described, places, paths if isinstance(paths, dict) else {})
-            for key, described in fields["state_dict_metadata"].items()
-        ]
+        paths, entries = fields.get("planner_data"), fields["state_dict_metadata"]
+        paths = paths if isinstance(paths, dict) else {}
+        # torch writes the metadata by rank: the weights that rank 0 wrote come first
+        order = [*(key for key in paths if key in entries), *(key for key in entries if key not in paths)]
+        return [_entry(folder, key, entries[key], places, paths) for key in order]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(f"{path} is not what torch writes ({type(error).__name__}: {error})") from None
 

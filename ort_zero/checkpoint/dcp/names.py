@@ -10,6 +10,7 @@ key (its parts are the keys of nested dicts)               meaning
 ``optimizer.state.layers.0.weight.exp_avg``                a state, flattened (``flatten_optimizer_state_dict``)
 ``optimizer.state.exp_avg.layers.0.weight``                a state of Megatron's
 ``optim`` / ``param_groups`` / ``0`` / ``lr``              a hyper-parameter of a group, also flattened, by name
+any key / ``state`` / .. / .., any / ``param_groups`` ..   the same, of an optimizer under a key of its own
 anything else                                              a value that only its own program reads
 =========================================================  ============================================================
 """
@@ -40,6 +41,8 @@ class Meaning(NamedTuple):
     """Name or number of the parameter; for an option of a group, the group's number."""
     state: str = ""
     """Name of the state or of the option."""
+    optimizer: str = ""
+    """Keys that tell the optimizer of a state or an option from others."""
 
 
 def meanings(paths: Sequence[tuple[str | int, ...]]) -> list[Meaning]:
@@ -48,11 +51,11 @@ def meanings(paths: Sequence[tuple[str | int, ...]]) -> list[Meaning]:
     found = [_meaning(path, has_models) for path in paths]
     names = [str(each.name) for each in found if each.kind == WEIGHT]
     prefix = "module." if names and all(name.startswith("module.") for name in names) else ""
-    return [each._replace(name=_plain(each.name, prefix)) for each in found]
+    return [each._replace(name=plain(each.name, prefix)) for each in found]
 
 
-def _plain(name: str | int, prefix: str) -> str | int:
-    """Return a name without what FSDP, torch.compile and DDP put before it."""
+def plain(name: str | int, prefix: str = "") -> str | int:
+    """Return a name without `prefix`, and without what FSDP and torch.compile put before its parts."""
     return _WRAPPERS.sub("", f".{name}").removeprefix(".").removeprefix(prefix) if isinstance(name, str) else name
 
 
@@ -64,30 +67,38 @@ def _meaning(path: tuple[str | int, ...], has_models: bool) -> Meaning:
     parts: list[str | int] = rest
     if len(parts) == 1 and "." in first and _OPTIMIZER.fullmatch(first.partition(".")[0]):
         parts = [*first.split(".", 1)]
-    if len(parts) > 1 and _OPTIMIZER.fullmatch(str(parts[0])):
-        return _of_optimizer(parts[1:])
+    if len(parts) > 1 and (_OPTIMIZER.fullmatch(str(parts[0])) or _is_of_optimizer(parts)):
+        return _of_optimizer(parts)
     if len(parts) == 1 and parts[0] in ("state", "param_groups"):
         return Meaning(OTHER, first)
     is_of_model = len(rest) < len(path) if has_models else first.partition(".")[0] not in _OTHER
     return Meaning(WEIGHT if is_of_model else OTHER, ".".join(map(str, rest)))
 
 
+def _is_of_optimizer(parts: Sequence[str | int]) -> bool:
+    """Return True for the keys of ``optimizer.state_dict()`` under any key: a model's state dict is not nested so."""
+    return (len(parts) > 3 and parts[1] == "state") or (len(parts) > 2 and parts[1] == "param_groups")
+
+
 def _of_optimizer(parts: Sequence[str | int]) -> Meaning:
-    """Return the meaning of a key without the part that names the optimizer."""
-    while len(parts) > 1 and parts[0] not in ("state", "param_groups") and type(parts[0]) is int:
-        parts = parts[1:]  # one of several optimizers
+    """Return the meaning of a key that begins with the optimizer's name."""
+    number = 1
+    while number < len(parts) - 1 and (type(parts[number]) is int or _OPTIMIZER.fullmatch(str(parts[number]))):
+        number += 1  # one of several optimizers
+    optimizer, parts = ".".join(map(str, parts[:number])), parts[number:]
     if len(parts) == 1 and isinstance(parts[0], str):
         parts = parts[0].split(".", 1)
     head, rest = parts[0], parts[1:]
     if head == "state" and rest:
         if len(rest) > 1:
-            return Meaning(STATE, rest[0], ".".join(map(str, rest[1:])))
+            return Meaning(STATE, rest[0], ".".join(map(str, rest[1:])), optimizer)
         of_megatron = _OF_MEGATRON.fullmatch(str(rest[0]))
         name, _, state = str(rest[0]).rpartition(".")
-        return Meaning(STATE, of_megatron[2], of_megatron[1]) if of_megatron else Meaning(STATE, name, state)
+        name, state = (of_megatron[2], of_megatron[1]) if of_megatron else (name, state)
+        return Meaning(STATE, name, state, optimizer)
     if head == "param_groups" and rest:
         if len(rest) > 1:
-            return Meaning(OPTION, rest[0], str(rest[1]))
+            return Meaning(OPTION, rest[0], str(rest[1]), optimizer)
         name, _, option = str(rest[0]).rpartition(".")
-        return Meaning(OPTION, name, option)
+        return Meaning(OPTION, name, option, optimizer)
     return Meaning(OTHER, ".".join(map(str, parts)))

@@ -95,7 +95,7 @@ def _take(
     parameters = []
     for (path, found), meaning in zip(shards.items(), meanings(list(shards))):
         blocks = [block for block, _ in found.blocks.values()]
-        name, place = str(meaning.name), (found.shape, *(block[2:] for block in blocks))
+        name, place = str(meaning.name), (found.shape, found.strides, *(block[2:] for block in blocks))
         if meaning.kind == WEIGHT and blocks and place in owners:
             contents.aliases[name] = owners[place]  # torch.save writes the storage of tied weights once
             continue
@@ -104,7 +104,10 @@ def _take(
             parameters.append(name)
         is_number = not found.shape and meaning.kind != WEIGHT
         number = read_number(contents.folder, found.file, found.local) if is_number else None
-        contents.add(".".join(map(str, path)), meaning, found.dtype, found.shape, blocks, found.strides, number)
+        key = ".".join(map(str, path))
+        if found.is_sharded:
+            contents.sharded.add(key)
+        contents.add(key, meaning, found.dtype, found.shape, blocks, found.strides, number)
     if kind == "model":
         contents.parameters = parameters or None
     for (path, value), meaning in zip(others.items(), meanings(list(others))):

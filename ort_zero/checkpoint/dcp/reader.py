@@ -20,7 +20,8 @@ from ort_zero.checkpoint.torch_file import Contents, open_torch_file, read_numbe
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 SUFFIX = ".distcp"
-_OF_ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
+_MODEL = "pytorch_model_fsdp_"
+_OF_ACCELERATE = re.compile(rf"({_MODEL}|optimizer_)\d+")
 """The folders of ``accelerator.save_state`` and of the Trainer under FSDP."""
 _RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 
@@ -34,10 +35,16 @@ def recognises(folder: Folder) -> bool:
 def part_names(folder: Folder) -> list[str]:
     """Return the names of the inner folders that make up the checkpoint in `folder`: "" for the folder itself."""
     listed = folder.names()
-    if metadata.NAME in listed or any(name.endswith(SUFFIX) for name in listed):
+    if any(map(_is_of_torch, listed)):
         return [""]
     inner = [name for name in listed if _OF_ACCELERATE.fullmatch(name)]
-    return [name for name in inner if folder.exists(f"{name}/{metadata.NAME}")]
+    parts = [name for name in inner if any(map(_is_of_torch, folder.child(name).names()))]
+    # of several models each is a checkpoint of its own: the user says which
+    return parts if sum(name.startswith(_MODEL) for name in parts) < 2 else []
+
+
+def _is_of_torch(name: str) -> bool:
+    return name == metadata.NAME or name.endswith(SUFFIX)
 
 
 def entries_of(folder: Folder) -> list[Entry]:
@@ -49,7 +56,8 @@ def entries_of(folder: Folder) -> list[Entry]:
             raise CorruptCheckpointError(f"{inner.path(metadata.NAME)} is missing: the save was interrupted")
         for entry in read_metadata(inner):
             shards = (shard._replace(file=f"{part}/{shard.file}".lstrip("/")) for shard in entry.shards)
-            entries.append(replace(entry, shards=tuple(shards)))
+            path = entry.path if part.startswith(_MODEL) or not part else (part, *entry.path)
+            entries.append(replace(entry, path=path, shards=tuple(shards)))
     return entries
 
 
@@ -103,18 +111,21 @@ def _read_shards(contents: CheckpointContents) -> None:
             if entry.dtype is not None:
                 block, strides = _block_of(entry, shard, content)
                 blocks.append(block)
-                if not entry.shape and meaning.kind != names.WEIGHT:
+                is_number = not entry.shape or (meaning.kind == names.OPTION and set(entry.shape) == {1})
+                if is_number and meaning.kind != names.WEIGHT:
                     number = read_number(folder, opened, content)
                 storage = shard.offset + content.storage_offset
                 checksums += [(shard.offsets, n, c) for at, n, c in opened.file.records if at == storage]
-        if entry.dtype is None:
+        if entry.dtype is None and meaning.kind == names.WEIGHT:
+            contents.others.append(entry.key)
+        elif entry.dtype is None:
             contents.values.append(Value(meaning, None, content))
         else:
             contents.add(entry.key, meaning, entry.dtype, entry.shape, blocks, strides, number)
             if meaning.kind == names.WEIGHT and len(blocks) > 1:
                 contents.divided.add(str(meaning.name))
             if meaning.kind == names.WEIGHT and len(checksums) == len(blocks):
-                contents.checksums[str(meaning.name)] = tuple(sorted(checksums))
+                contents.checksums[str(meaning.name)] = (strides, *sorted(checksums))
 
 
 def _refuse_overlaps(folder: Folder, entries: Sequence[Entry]) -> None:
