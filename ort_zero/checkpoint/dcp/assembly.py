@@ -10,7 +10,7 @@ from typing import Any
 
 from ort_zero.checkpoint.dcp import names
 from ort_zero.checkpoint.dcp.blocks import Block, CoverError, pieces_of_blocks
-from ort_zero.checkpoint.dcp.names import Meaning
+from ort_zero.checkpoint.dcp.names import Meaning, Options, Value
 from ort_zero.checkpoint.dcp.numbering import names_by_number
 from ort_zero.checkpoint.files.dtypes import code_of, is_floating, itemsize
 from ort_zero.checkpoint.files.storage import Folder
@@ -32,8 +32,6 @@ from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
-Options = dict[str, Any]
-"""The options of a parameter group; or of one parameter, as flattened keys have them."""
 Place = tuple[str, str]
 """An optimizer, and the name or number of one of its parameters."""
 _OF_MEMBERS = frozenset(("params", "param_names"))
@@ -45,17 +43,6 @@ _WHY_LOST = {
 """Why states are left out, by whether they have numbers in place of names."""
 _EMBEDDING = re.compile(r"wte|shared|.*embed.*")
 """Matches the names that models give to their embeddings, which are the weights that models tie."""
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A tensor or another value of a checkpoint, with the places of its bytes."""
-
-    meaning: Meaning
-    tensor: Tensor | None
-    """The tensor, whose kind is not known yet; None for a value that is no tensor."""
-    content: Any = None
-    """The value; for a tensor without dimensions the number."""
 
 
 @dataclass

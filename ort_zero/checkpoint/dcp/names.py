@@ -19,7 +19,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ort_zero.checkpoint.records import Tensor
 
 _MODEL = frozenset(("app", "model", "model_state_dict", "module", "state_dict", "net"))
 """Keys of the dicts that hold a model, or that hold such a dict."""
@@ -29,6 +32,8 @@ _OTHER = frozenset("dataloader extra lr_scheduler lr_schedulers rng rng_state sc
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)(?=\.)")
 _OF_MEGATRON = re.compile(r"(exp_avg|exp_avg_sq|fp32_param|param|step)\.(.+)")
 
+Options = dict[str, Any]
+"""The options of a parameter group; or of one parameter, as flattened keys have them."""
 WEIGHT, STATE, OPTION, OTHER = "weight", "state", "option", "other"
 
 
@@ -43,6 +48,17 @@ class Meaning(NamedTuple):
     """Name of the state or of the option."""
     optimizer: str = ""
     """Keys that tell the optimizer of a state or an option from others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor or another value of a checkpoint, with the places of its bytes."""
+
+    meaning: Meaning
+    tensor: Tensor | None
+    """The tensor, whose kind is not known yet; None for a value that is no tensor."""
+    content: Any = None
+    """The value; for a tensor without dimensions the number."""
 
 
 def meanings(paths: Sequence[tuple[str | int, ...]]) -> list[Meaning]:

@@ -9,14 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from ort_zero.checkpoint.dcp.names import plain
+from ort_zero.checkpoint.dcp.names import Options, Value, plain
 from ort_zero.checkpoint.files.dtypes import is_floating
 from ort_zero.checkpoint.records import Tensor
-
-if TYPE_CHECKING:
-    from ort_zero.checkpoint.dcp.assembly import Options, Value
 
 Form = tuple[bool, tuple[int, ...]]
 """Whether a tensor is sharded, as far as files of ranks tell, and its shape."""

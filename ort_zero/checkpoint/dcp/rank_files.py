@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ort_zero.checkpoint.dcp.assembly import CheckpointContents, Value
+from ort_zero.checkpoint.dcp.assembly import CheckpointContents
 from ort_zero.checkpoint.dcp.blocks import Block
-from ort_zero.checkpoint.dcp.names import OPTION, OTHER, WEIGHT, meanings
+from ort_zero.checkpoint.dcp.names import OPTION, OTHER, WEIGHT, Value, meanings
 from ort_zero.checkpoint.restricted_pickle.values import OpaqueObject, StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file, read_number
 from ort_zero.errors import CheckpointError, CorruptCheckpointError

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from ort_zero.checkpoint.dcp import metadata, names, rank_files, safetensors_shards
-from ort_zero.checkpoint.dcp.assembly import CheckpointContents, Value, source_of
+from ort_zero.checkpoint.dcp.assembly import CheckpointContents, source_of
 from ort_zero.checkpoint.dcp.blocks import Block
 from ort_zero.checkpoint.dcp.metadata import Entry, Shard, read_metadata
-from ort_zero.checkpoint.dcp.names import meanings
+from ort_zero.checkpoint.dcp.names import Value, meanings
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import Source
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
