@@ -22,8 +22,8 @@ from ort_zero.compile.conversion.fragments import (
     value_name,
 )
 from ort_zero.compile.conversion.registry import size_of
-from ort_zero.compile.layouts import dense_order, inverse
 from ort_zero.compile.plan import Segment
+from ort_zero.units.memory_order import dense_order, inverse
 
 _OPSET = 20
 """The ONNX operator set of all models; ONNX Runtime 1.19 and later have it."""

@@ -17,13 +17,14 @@ from ort_zero.compat.torch_compile import OpOverload
 from ort_zero.compat.torch_graphs import SizeReader, Symbols
 from ort_zero.compat.torch_modules import without_base
 from ort_zero.compile.assembly import Assembled
-from ort_zero.compile.layouts import dense_order, in_order, numbers
+from ort_zero.compile.layouts import numbers
 from ort_zero.compile.plan import Plan, Segment
 from ort_zero.compile.reproducer import write_reproducer
 from ort_zero.compile.sessions import Layout, Session
 from ort_zero.compile.trial import Trial
 from ort_zero.runtimes import differences
 from ort_zero.runtimes.agreement import Agreement, Runner
+from ort_zero.units.memory_order import dense_order, in_order
 
 _MAX_LAYOUTS = 256
 """Number of combinations of sizes for which the sizes of a segment's edges are kept."""

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
-from torch.autograd.graph import saved_tensors_hooks
 
 from ort_zero.errors import ExportError
 from ort_zero.ortmodule.graphs.capture import CapturedGraph
+from ort_zero.ortmodule.graphs.refusals import unnoticed
 from ort_zero.runtimes.differences import MOVES, explain_difference, in_float64, moved
 
 Run = Callable[..., Sequence[torch.Tensor]]
@@ -35,7 +34,7 @@ def check(graph: CapturedGraph, run: Run, arguments: Sequence[Any]) -> frozenset
         ExportError: a result or a gradient differs by more than rounding explains, or the graphs draw otherwise.
     """
     state = torch.get_rng_state()
-    with _unnoticed():
+    with unnoticed():
         try:
             wanted, cotangents = _results(graph, graph.original, arguments)
             drawn = torch.get_rng_state()
@@ -121,10 +120,3 @@ def _is_real(value: Any) -> bool:
 
 def _like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return value.detach().requires_grad_(original.requires_grad)
-
-
-@contextmanager
-def _unnoticed() -> Iterator[None]:
-    """Keep hooks of saved tensors, as activation checkpointing has, from what a check saves."""
-    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        yield

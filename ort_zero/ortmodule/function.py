@@ -14,6 +14,7 @@ from ort_zero.errors import ExportError
 from ort_zero.ortmodule.division import Division, divide
 from ort_zero.ortmodule.upstream.building import BuiltGraph
 from ort_zero.ortmodule.upstream.sessions import Session
+from ort_zero.units.memory_order import in_order
 
 
 class Halves:
@@ -23,6 +24,7 @@ class Halves:
         built: the training graph.
         inputs: the inputs of a call; parameters among them are weights.
         differentiable: for each result, whether the result has a gradient in PyTorch.
+        orders: for each result, the order in which its dimensions lie in memory in PyTorch.
         note_backward: called with each backward.
 
     Raises:
@@ -34,12 +36,14 @@ class Halves:
         built: BuiltGraph,
         inputs: Sequence[torch.Tensor],
         differentiable: Sequence[bool],
+        orders: Sequence[tuple[int, ...] | None],
         note_backward: Callable[[], None],
     ):
         without = {index for index, has_gradient in enumerate(differentiable) if not has_gradient}
         if built.without_gradient - without:
             raise ExportError(f"result {min(built.without_gradient - without)} has no gradient in ONNX Runtime")
         self.non_differentiable = frozenset(without)
+        self.orders = orders
         self.note_backward = note_backward
         division = divide(built.model, _weights(built, inputs))
         self.forward = Session(division.forward, built.is_optimized)
@@ -78,6 +82,11 @@ def kept_bytes(built: BuiltGraph, inputs: Sequence[torch.Tensor], model: onnx.Mo
     return sum(outputs[name].nbytes for name in division.kept)
 
 
+def in_orders(results: Sequence[torch.Tensor], orders: Sequence[tuple[int, ...] | None]) -> list[torch.Tensor]:
+    """Return a session's results as they lie in memory in PyTorch: a dropout that reads one draws in that order."""
+    return [result if order is None else in_order(result, order) for result, order in zip(results, orders, strict=True)]
+
+
 def _sources(backward: Session, division: Division) -> list[tuple[int, int]]:
     kinds = (division.gradients, division.kept, division.inputs_again)
     sources = {
@@ -99,7 +108,7 @@ class OrtGraphFunction(torch.autograd.Function):
     def forward(ctx: Any, halves: Halves, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the forward; returns the graph's results."""
         outputs = halves.forward.run([inputs[place] for place in halves.feeds])
-        results = tuple(outputs[index] for index in halves.results)
+        results = tuple(in_orders([outputs[index] for index in halves.results], halves.orders))
         kept = [outputs[index] for index in halves.kept]
         halves.kept_bytes = sum(tensor.nbytes for tensor in kept)
         ctx.halves, ctx.before = halves, compiled_backward.running.before

@@ -20,7 +20,7 @@ from ort_zero.compat.torch_graphs import Symbols, flops_of
 from ort_zero.errors import ExportError
 from ort_zero.ortmodule import memory, statistics
 from ort_zero.ortmodule.checking import check
-from ort_zero.ortmodule.function import Halves, OrtGraphFunction, kept_bytes
+from ort_zero.ortmodule.function import Halves, OrtGraphFunction, in_orders, kept_bytes
 from ort_zero.ortmodule.graphs.capture import CapturedGraph, capture
 from ort_zero.ortmodule.graphs.values import value_of
 from ort_zero.ortmodule.records import OrtGraphRecord
@@ -175,7 +175,7 @@ class OrtGraph:
             computed = OrtGraphFunction.apply(self._graph.halves, *inputs)
         else:
             session, places = self._inference
-            computed = session.run([inputs[place] for place in places])
+            computed = in_orders(session.run([inputs[place] for place in places]), captured.orders)
         if captured.rest is None:
             return computed
         results = dict(zip(captured.computed, computed))
@@ -226,7 +226,7 @@ class OrtGraph:
                 built = replace(built, model=model)
                 log.get_logger().info("%s", graph.recomputation.text())
             differentiable = [captured.differentiable[index] for index in captured.computed]
-            graph.halves = Halves(built, inputs, differentiable, self._note_backward)
+            graph.halves = Halves(built, inputs, differentiable, captured.orders, self._note_backward)
             halves = {"forward": graph.halves.forward, "backward": graph.halves.backward}
             for name, session in halves.items() if options.save_onnx is not None and env.rank() == 0 else ():
                 session.save(Path(options.save_onnx or "") / f"{options.name}_{name}.onnx")

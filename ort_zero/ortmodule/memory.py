@@ -14,7 +14,7 @@ from pathlib import Path
 
 import onnx
 
-from ort_zero import config
+from ort_zero import config, log
 from ort_zero.errors import ConfigError
 from ort_zero.utils.sizes import parse_share_or_size
 
@@ -130,6 +130,12 @@ def choose(
             frequency = table.get(configuration, 0)
             entries.append(Entry(configuration=configuration, frequency=frequency, saved_bytes=kept - less))
             model, kept = tried, less
+    if wanted.plan is not None and table and not entries:
+        log.get_logger().warning(
+            "ort_zero.memory.recompute: the plan has no configuration of a graph of %s; the graph has %s",
+            unit,
+            ", ".join(table),
+        )
     return model, Recomputation(unit=unit, kept_without=without, kept=kept, entries=tuple(entries))
 
 

@@ -128,6 +128,8 @@ class ClassForward:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not all(isinstance(leaf, _PLAIN) for leaf in leaves):
             return True  # an object, as a cache is
+        if any(tensor.is_nested for tensor in tensors):
+            return True  # as PyTorch's TransformerEncoder has for padding
         sizes = tuple(tensor.shape for tensor in tensors)
         if len(self._sizes) < _SIZES:
             self._sizes.add(sizes)

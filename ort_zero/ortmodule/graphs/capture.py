@@ -16,6 +16,7 @@ from ort_zero.compat.transformers_gelu import replace_gelus
 from ort_zero.errors import ExportError
 from ort_zero.ortmodule.graphs import draws, refusals, rewrites
 from ort_zero.ortmodule.graphs.values import axes_of, value_of
+from ort_zero.units.memory_order import dense_order
 
 _ARITHMETIC = frozenset(
     getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "iadd", "imul", "isub", "itruediv", "pow")
@@ -47,6 +48,8 @@ class CapturedGraph:
     """For each input of `module`, a name for each size that changes; equal sizes have equal names."""
     result_axes: tuple[dict[int, str], ...]
     """For each result of `module`, a name for each size that changes."""
+    orders: tuple[tuple[int, ...] | None, ...]
+    """For each result of `module`, the order in which its dimensions lie in memory in PyTorch."""
     differentiable: tuple[bool, ...]
     """For each result, whether the result has a gradient."""
     is_observed: bool
@@ -104,6 +107,7 @@ def capture(original: fx.GraphModule, is_observed: bool = False) -> CapturedGrap
         draws=drawn,
         input_axes=tuple(axes_of(fake, names) for fake in (*fakes, *drawn.fakes())),
         result_axes=tuple(axes_of(value_of(results[index]), names) for index in computed),
+        orders=tuple(dense_order(value_of(results[index])) for index in computed),
         differentiable=differentiable,
         is_observed=is_observed,
         is_training=torch.is_grad_enabled() and any(differentiable[index] for index in computed),

@@ -16,7 +16,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from ort_zero.compat.torch_compile import tree_leaves, tree_map
-from ort_zero.compat.torch_graphs import SizeReader, Symbols
+from ort_zero.compat.torch_graphs import SizeReader, Symbols, memory_of
 from ort_zero.errors import ExportError
 from ort_zero.ortmodule.graphs.rewrites import attention
 from ort_zero.ortmodule.graphs.values import value_of
@@ -170,8 +170,18 @@ def _overwriting(node: fx.Node) -> _Draw | None:
 
 def _refuse_changes(node: fx.Node, in_place: bool) -> None:
     tensor = _argument(node, 0, "input")
-    if in_place and (len(tensor.users) > 1 or tensor.op == "placeholder"):
+    if in_place and (len(tensor.users) > 1 or tensor.op == "placeholder" or _is_shared_after(node, tensor)):
         raise ExportError(f"{node.name} draws random numbers into a tensor that others read; draw into a new tensor")
+
+
+def _is_shared_after(node: fx.Node, tensor: fx.Node) -> bool:
+    """Return True if behind `node` something reads another value with the memory of `tensor`."""
+    nodes = list(node.graph.nodes)
+    later = set(nodes[nodes.index(node) + 1 :])
+    others = {each for user in later for each in user.all_input_nodes} - {node, tensor} - later
+    memory = memory_of(value_of(tensor))
+    values = [value for each in others for value in tree_leaves(value_of(each))]
+    return any(isinstance(value, torch.Tensor) and memory_of(value) == memory for value in values)
 
 
 def _use(graph: fx.Graph, node: fx.Node, drawn: fx.Node) -> None:

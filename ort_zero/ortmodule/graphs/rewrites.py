@@ -87,7 +87,33 @@ def _batch_norm(
     return normal if bias is None else normal + bias.reshape(shape)
 
 
-REWRITES: dict[Any, Callable[..., Any]] = {F.scaled_dot_product_attention: attention, F.batch_norm: _batch_norm}
+def _hardtanh(input: torch.Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> torch.Tensor:
+    """Compute ``hardtanh``, with PyTorch's gradient of 0 at the limits and for NaN."""
+    if inplace:  # refused, since others may read the tensor
+        return F.hardtanh(input, min_val, max_val, inplace)
+    inside = input.masked_fill(input <= min_val, min_val).masked_fill(input >= max_val, max_val)
+    return inside.masked_fill(input.isnan(), torch.nan)
+
+
+def _relu6(input: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    return _hardtanh(input, 0.0, 6.0, inplace)
+
+
+def _pairwise_distance(
+    x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> torch.Tensor:
+    """Compute ``pairwise_distance`` with its `eps`, which the exporter leaves out."""
+    distance = torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim=True)
+    return distance if keepdim else distance.squeeze(-1)
+
+
+REWRITES: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: attention,
+    F.batch_norm: _batch_norm,
+    F.hardtanh: _hardtanh,
+    F.relu6: _relu6,
+    F.pairwise_distance: _pairwise_distance,
+}
 """Function in a graph of Dynamo to the function that takes its place."""
 
 

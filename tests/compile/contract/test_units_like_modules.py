@@ -363,6 +363,14 @@ def test_whoever_takes_a_model_apart_gets_the_users_own():
         assert units["units"] == ["0", "1", "2"] and not units["failures"], name
 
 
+def test_a_model_that_is_one_unit_is_exported():
+    plain, ours = pair(Block)
+    ours(batch()).sum().backward()
+    (y, nodes), (wanted, wanted_nodes) = _exported(ours), _exported(plain)
+    torch.testing.assert_close(y, wanted)
+    assert nodes == wanted_nodes
+
+
 def test_unwrap_gives_every_unit_its_forward_back():
     number = sum(not each["gone"] for each in ort_zero.status()["models"])
     _, ours = pair(blocks)

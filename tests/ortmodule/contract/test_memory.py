@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 
+import onnx
 import pytest
 import torch
 import transformers as hf
@@ -66,6 +68,13 @@ def test_a_plan_is_applied_as_upstream_takes_one(tmp_path):
         _, _, status = trained(bert, recompute=plan)
         names = [entry["configuration"] for each in status["memory"] for entry in each["entries"]]
         assert set(names) == {"BiasGelu+:1:-1"}
+
+
+def test_a_plan_without_a_configuration_of_a_graph_is_said(caplog):
+    plan = memory.Wanted(plan=("Nope+:1:-1",))
+    with caplog.at_level(logging.WARNING, "ort_zero"):
+        memory.choose("Block", plan, {"BiasGelu+:1:-1": 2}, lambda _: onnx.ModelProto(), lambda _: 0)
+    assert "no configuration of a graph of Block; the graph has BiasGelu+:1:-1" in caplog.text
 
 
 @pytest.mark.parametrize(
