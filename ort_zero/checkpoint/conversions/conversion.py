@@ -78,7 +78,7 @@ class Conversion:
     """Where the files of the new checkpoint are written."""
     new: Source
     """The new checkpoint without tensors and files; its `save_id` is part of the names of partial files, its format
-    "ort_zero", "deepspeed" or "universal"."""
+    "ort_zero", "deepspeed", "universal" or "dcp"."""
     sub_group_size: int
     """Number of elements of one rank at which a sub-group of ZeRO-3 is full."""
     trust_pickle: bool
@@ -118,7 +118,7 @@ class Conversion:
     def check_shapes(self) -> None:
         """Raise CheckpointError for optimizer states, such as Adafactor's, of another shape than their parameter."""
         for kind, tensors in self.states.items():
-            names = [name for name, tensor in tensors.items() if tensor.shape != self.masters[name].shape]
+            names = [n for n, tensor in tensors.items() if n in self.masters and tensor.shape != self.masters[n].shape]
             if names:
                 raise CheckpointError(
                     f"{self.source.root}: the optimizer's {kind} has another shape than the parameter for "

@@ -19,10 +19,10 @@ from ort_zero.checkpoint.reads.checked_reads import ReadRequest
 from ort_zero.checkpoint.records import MASTER, WEIGHT, Tensor
 from ort_zero.errors import CheckpointError
 
-_ADAM = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
-_OPTIMIZERS = {**dict.fromkeys(_ADAM, torch.optim.AdamW), "sgd": torch.optim.SGD}
-"""Optimizer class of torch by the optimizer's class in lower case; its defaults are the options that DeepSpeed's groups
-lack."""
+_ADAM = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "unknown", "")
+"""Classes in lower case whose groups, with the states of Adam, get the options that only the Adam of torch has."""
+_OF_TORCH = "foreach"
+"""An option that all groups of torch's own optimizers have: these groups are complete."""
 _DECOUPLED = "decoupled_weight_decay"
 
 
@@ -89,14 +89,16 @@ def _groups(work: Conversion) -> list[dict[str, Any]]:
     """Return the parameter groups, with the options that torch's optimizer has and DeepSpeed's lacks."""
     assert work.source.optimizer is not None
     name = (work.source.optimizer.class_name or "").lower()
-    defaults: dict[str, Any] = {}
-    if name in _OPTIMIZERS:
-        defaults = dict(_OPTIMIZERS[name]([torch.empty(0)]).param_groups[0])
-    decoupled = defaults.pop(_DECOUPLED, None) if name != "adamw" else None
-    groups = [{**defaults, **work.options(number), "params": n} for number, n in enumerate(work.groups()) if n]
-    if decoupled is not None and any(_DECOUPLED not in group for group in groups):
+    groups = [{**work.options(number), "params": names} for number, names in enumerate(work.groups()) if names]
+    if name not in _ADAM or not {"exp_avg", "exp_avg_sq"} <= work.states.keys():
+        return groups
+    defaults = dict(torch.optim.AdamW([torch.empty(0)]).param_groups[0])
+    if name != "adamw":  # the others may add the decay to the gradient
+        defaults.pop(_DECOUPLED, None)
+    groups = [group if _OF_TORCH in group else {**defaults, **group} for group in groups]
+    if any(_DECOUPLED not in group for group in groups):
         work.notes.append(
-            f"the source does not tell whether its {work.source.optimizer.class_name} decouples the weight decay, so "
-            f"the groups lack {_DECOUPLED}: load them with DefaultLoadPlanner(allow_partial_load=True)"
+            f"the source does not tell whether its optimizer decouples the weight decay, so the groups lack "
+            f"{_DECOUPLED}: load them with DefaultLoadPlanner(allow_partial_load=True)"
         )
     return groups

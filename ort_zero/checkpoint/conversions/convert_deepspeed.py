@@ -35,10 +35,10 @@ def check(work: Conversion) -> None:
         )
     for names in work.groups():
         work.numbers(names)
-        kinds = _kinds(work, names)
+        kinds = states_of_group(work, names)
         for name in names:
             missing = [kind for kind in kinds if name not in work.states[kind]]
-            if missing and len(missing) < len(kinds):  # a parameter without any state had no gradient yet
+            if missing and len(missing) < len(kinds):  # without any state it had no gradient yet, and gets zeros
                 raise CheckpointError(
                     f"{root}: {name} has no {missing[0]}, which other parameters of its group have: DeepSpeed's "
                     "formats store the same states for a whole group; --to dcp and --to ort_zero do not"
@@ -113,11 +113,8 @@ def _optimizer_state(work: Conversion, flats: list[FlatGroup], saved: TrainingSt
     for number, flat in enumerate(flats):
         masters.append(_flat(work, flat, work.masters, flat.size - flat.padding, torch.float32, requests))
         state[number] = dict[str, Any](work.numbers(groups[flat.group]))
-        for kind in _kinds(work, groups[flat.group]):
-            by_name = work.states[kind]
-            dtypes = [torch_dtype(by_name[name].dtype) for name in groups[flat.group] if name in by_name]
-            dtype = functools.reduce(torch.promote_types, dtypes)
-            state[number][kind] = _flat(work, flat, by_name, flat.size, dtype, requests)
+        for kind, dtype in states_of_group(work, groups[flat.group]).items():
+            state[number][kind] = _flat(work, flat, work.states[kind], flat.size, dtype, requests)
     work.reader.read(requests)
     numbers: list[list[int]] = [[] for _ in groups]
     for number, flat in enumerate(flats):
@@ -144,9 +141,14 @@ def _optimizer_state(work: Conversion, flats: list[FlatGroup], saved: TrainingSt
     }
 
 
-def _kinds(work: Conversion, names: list[str]) -> list[str]:
-    """Return the optimizer states that parameters of a group have."""
-    return [kind for kind, by_name in work.states.items() if any(name in by_name for name in names)]
+def states_of_group(work: Conversion, names: list[str]) -> dict[str, torch.dtype]:
+    """Return the names of a group's optimizer states, with the dtype that holds the values of all its parameters."""
+    states = {}
+    for kind, by_name in work.states.items():
+        dtypes = dict.fromkeys(torch_dtype(by_name[name].dtype) for name in names if name in by_name)
+        if dtypes:
+            states[kind] = functools.reduce(torch.promote_types, dtypes)
+    return states
 
 
 def _flat(

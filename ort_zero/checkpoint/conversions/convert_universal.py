@@ -70,12 +70,14 @@ def write_rest(work: Conversion) -> None:
 def _write_parameter(work: Conversion, name: str, group: list[str]) -> None:
     work.new_scratch()
     requests: list[ReadRequest] = []
-    stored = {_MASTER: work.masters[name]}
-    stored |= {kind: by_name[name] for kind, by_name in work.states.items() if name in by_name}
-    content: dict[str, Any] = {}
-    for kind, tensor in stored.items():
-        dtype = torch.float32 if kind == _MASTER else torch_dtype(tensor.dtype)
-        content[kind] = {"param": work.whole(tensor, dtype, requests)}
+    master = work.masters[name]
+    content: dict[str, Any] = {_MASTER: {"param": work.whole(master, torch.float32, requests)}}
+    for kind, dtype in convert_deepspeed.states_of_group(work, group).items():
+        state = work.states[kind].get(name)
+        if state is None:
+            content[kind] = {"param": work.scratch.tensor(master.elements, dtype).view(master.shape)}
+        else:
+            content[kind] = {"param": work.whole(state, torch_dtype(state.dtype), requests)}
     work.reader.read(requests)
     content |= _step(work, group)
     folder = work.target.child(f"{_FOLDER}/{name}")

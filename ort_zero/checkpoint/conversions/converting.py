@@ -50,7 +50,7 @@ class ConvertReport:
     source: str
     """Folder or URL of the checkpoint that was read."""
     source_format: str
-    """Format of the source: "ort_zero" or "deepspeed"."""
+    """Format of the source: "ort_zero", "deepspeed" or "dcp"."""
     source_world_size: int
     source_stage: int
     destination: str
