@@ -62,6 +62,7 @@ def _to_the_power(input: Any, exponent: Any, *_: Any, **__: Any) -> str | None:
 
 _TWICE = "ONNX Runtime is wrong where an index occurs twice"
 _TOWARDS_ZERO = "the exporter rounds negative numbers towards zero"
+_OTHER_NAN = "ONNX Runtime treats NaN otherwise"
 _OVERFLOWS = "the exporter's form overflows"
 _FROM_THE_END = "ONNX Runtime computes with an index that PyTorch refuses, or takes a negative one for another"
 _WITHOUT_LARGEST = "ONNX Runtime overlooks NaN, and writes out of bounds where a window has nothing above -inf"
@@ -71,25 +72,19 @@ REFUSED: dict[str, Reason] = {
     **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _between_tensors),
     **dict.fromkeys(("floor_divide", "__rshift__", "bitwise_right_shift"), _TOWARDS_ZERO),
     **dict.fromkeys(("any", "all"), _of_real_numbers),
-    **dict.fromkeys(("erf", "kl_div", "softshrink", "hardshrink", "nan_to_num"), "ONNX Runtime treats NaN otherwise"),
-    **dict.fromkeys(("topk", "sort", "argsort"), "ONNX Runtime orders NaN and equal numbers otherwise"),
+    **dict.fromkeys(("erf", "softshrink", "hardshrink", "nan_to_num"), _OTHER_NAN),
+    **dict.fromkeys(("topk", "sort"), "ONNX Runtime orders NaN and equal numbers otherwise"),
     **dict.fromkeys(("pow", "pow_"), _to_the_power),
     **dict.fromkeys(("log_sigmoid_forward", "binary_cross_entropy_with_logits"), _OVERFLOWS),
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), "ONNX Runtime has no gradient for Loop"),
     **dict.fromkeys(("std", "std_mean"), "the exporter's gradient is not a number for a deviation of 0"),
     **dict.fromkeys(("_unique2", "unique_dim"), "ONNX returns the places of elements as one row"),
     **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit", "batch_norm"), "changes running statistics"),
-    **dict.fromkeys(
-        ("gather", "index_select", "scatter", "scatter_", "one_hot", "nll_loss", "cross_entropy"), _FROM_THE_END
-    ),
+    **dict.fromkeys(("gather", "index_select", "scatter", "scatter_"), _FROM_THE_END),
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _FROM_THE_END),
     **dict.fromkeys(("linalg_vector_norm", "norm"), _of_power),
     **dict.fromkeys(("hardtanh", "hardtanh_"), "ONNX Runtime's gradient is another one at the limits"),
-    **dict.fromkeys(
-        ("max_pool1d", "max_pool1d_with_indices", "max_pool3d", "max_pool3d_with_indices"), _WITHOUT_LARGEST
-    ),
-    **dict.fromkeys(("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"), _WITHOUT_LARGEST),
-    "cosine_similarity": "the exporter's gradient is not a number for a row of 0",
+    **dict.fromkeys(("max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d"), _WITHOUT_LARGEST),
     "index": _several,
     "div": _truncating,
     "fmod": _of_integers,
@@ -98,10 +93,14 @@ REFUSED: dict[str, Reason] = {
     "log1p": "the exporter's form loses the digits of small numbers",
     "linspace": "ONNX Runtime crashes on its gradient",
 }
-"""ATen operators whose form in ONNX Runtime differs from PyTorch for some values, not only for some sizes.
-
-A name with a text also holds for the functions and methods of torch with that name.
-"""
+"""ATen operators whose form in ONNX Runtime differs from PyTorch for some values, not only for some sizes."""
+REFUSED_FUNCTIONS = {
+    **dict.fromkeys(("max_pool1d", "max_pool1d_with_indices", "max_pool2d_with_indices"), _WITHOUT_LARGEST),
+    "cosine_similarity": "the exporter's gradient is not a number for a row of 0",
+    "kl_div": _OTHER_NAN,
+    "one_hot": _FROM_THE_END,
+}
+"""The same for functions of torch that the exporter sees as one, and ATen as several operators or as another one."""
 
 
 def refuse_nested(graph: fx.Graph) -> None:
@@ -214,8 +213,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
-        reason = REFUSED.get(name)
-        if isinstance(reason, str) and not _are_sizes(args):
+        reason = REFUSED_FUNCTIONS.get(name)
+        if reason is not None:
             raise ExportError(f"{name}: {reason}; exclude the module, or write it otherwise")
         results = function(*args, **(kwargs or {}))
         if self._trains and not name.endswith("_like") and not name.startswith("new_"):

@@ -111,7 +111,12 @@ IN_PYTORCH = [
         )
     ),
     (lambda layer, gate, x: layer(x).norm(p=3, dim=-1), [(X,), (NORMS,)], "norm of 0"),
-    (lambda layer, gate, x: F.max_pool1d(layer(x)[None], 2), [(X,), (EMPTY,), (NAN,)], "-inf"),
+    (lambda layer, gate, x: F.max_pool1d((x * layer.weight[0, 0])[None], 2), [(X,), (EMPTY,), (NAN,)], "-inf"),
+    (
+        lambda layer, gate, x: F.max_pool2d((x * layer.weight[0, 0])[None, None], 2, return_indices=True)[0],
+        [(X,), (EMPTY,), (NAN,)],
+        "-inf",
+    ),
     (lambda layer, gate, x: torch.erf(layer(x)), [(X,), (NAN,)], "NaN"),
     (lambda layer, gate, x: F.kl_div(layer(x), torch.ones(4, 4)), [(X,), (NAN,)], "NaN"),
     (lambda layer, gate, x: layer(x).topk(2)[0], [(X,), (NAN,)], "NaN"),
@@ -125,6 +130,7 @@ IN_ORT = [
     (lambda layer, gate, x: F.pairwise_distance(layer(x), layer(x.flip(0))), [(X,), (X[:1].expand(4, 4),)]),
     (lambda layer, gate, x: layer(x).norm(dim=-1, keepdim=True), [(X,), (NORMS,)]),
     (lambda layer, gate, x: F.gelu(layer(x)), [(X,), (NAN,)]),
+    (lambda layer, gate, x: F.max_pool2d((x * layer.weight[0, 0])[None, None], 2), [(X,), (EMPTY,), (NAN,)]),
 ]
 CASES = [(*case, None) for case in IN_ORT] + IN_PYTORCH
 
