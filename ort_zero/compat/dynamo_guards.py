@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-_TENSORS: tuple[tuple[str, str], ...] = (
+_MESSAGES: tuple[tuple[str, str], ...] = (
     (r"tensor '(.+)' size mismatch at index (\d+)\. expected (\S+), actual (\S+)", r"size \2 of \1 is \4, was \3"),
     (r"tensor '(.+)' stride mismatch at index (\d+)\. expected (\S+), actual (\S+)", r"stride \2 of \1 is \4, was \3"),
     (r"tensor '(.+)' rank mismatch\. expected (\d+), actual (\d+)", r"\1 has \3 dimensions, had \2"),
@@ -13,9 +13,10 @@ _TENSORS: tuple[tuple[str, str], ...] = (
     (r"tensor '(.+)' requires_grad mismatch\. expected requires_grad=0", r"\1 requires a gradient, and did not"),
     (r"tensor '(.+)' requires_grad mismatch\. expected requires_grad=1", r"\1 requires no gradient, and did"),
     (r"expected type of '(.+)' to be a tensor type, ' but found <class '([\w.]+)'>", r"\1 is \2, was a tensor"),
+    (r"not ___dict_contains\('(\w+)', (.+)\.__dict__\)", r"\2.\1 is set on the object, was the class's"),
     (r"GLOBAL_STATE changed: (.*\S)", r"torch's setting changed: \1"),
 )
-"""Patterns of Dynamo's messages about tensors (torch 2.7 to 2.15), and our words for each."""
+"""Patterns of Dynamo's messages (torch 2.7 to 2.15), and our words for each."""
 _WAYS_OUT: tuple[tuple[str, str], ...] = (
     (r"^size ", "pad batches to one size, or to few"),
     (r" requires (a|no) gradient| torch's setting", "evaluate and train in turns, not in every step"),
@@ -39,7 +40,7 @@ def words_of(reason: str, evaluate: Callable[[str], str | None]) -> str:
 
 
 def _change(guard: str, evaluate: Callable[[str], str | None]) -> str:
-    for pattern, words in _TENSORS:
+    for pattern, words in _MESSAGES:
         if match := re.match(pattern, guard):
             return match.expand(words)
     if match := re.match(r"(.+) (==|is) (.+)$", guard.removeprefix("not ")):

@@ -86,6 +86,8 @@ class ClassForward:
         """Whether a result has left a unit by other ways than its return, where only a graph's backward finds it."""
         self.has_run = False
         """Whether the compiled forward has run, with or without a graph."""
+        self.has_trained = False
+        """Whether the compiled forward has returned results that need gradients, with or without a graph."""
 
     def __call__(self, unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a unit of the class."""
@@ -106,6 +108,9 @@ class ClassForward:
         finally:
             compiled_backward.running.before = None
         self.has_run = True
+        if not self.has_trained and torch.is_grad_enabled():
+            leaves = tree_leaves(results)
+            self.has_trained = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
         if torch_compile.conversions() != made:
             self.code.watch(unit)
         return results

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Container, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -123,18 +123,8 @@ class UnitsModel:
     def status(self) -> dict[str, Any]:
         """Return the model's entry in ``ort_zero.status()["models"]``, as plain values."""
         units = [(unit.path, module) for unit in self.units if (module := unit.reference()) is not None]
-        running = [(unit, forward.compiled) for unit, forward in self._forwards()]
-        compiled = [(unit, of_class) for unit, of_class in running if isinstance(of_class, ClassForward)]
-        captured = {graph.unit for graph in self.engine.graphs}
-        failures = {
-            **{
-                unit.path: "Dynamo captured no graph of it"
-                for unit, of_class in compiled
-                if of_class.has_run and unit.unit_class not in captured
-            },
-            **self.failures,
-            **self._added(),
-        }
+        not_captured = self._not_captured()
+        failures = {**not_captured, **self.failures, **self._added()}
         return {
             "module": type(self.module).__name__,
             "engine": self.engine.name,
@@ -146,11 +136,23 @@ class UnitsModel:
             "failures": failures,
             "graph_runs": dict(self.engine.runs),
             "transitions": self.engine.transitions(),
-            "runners": self._runners(),
+            "runners": self._runners(not_captured),
             **self.engine.status(self._units_are_settled()),
         }
 
-    def _runners(self) -> dict[str, Any]:
+    def _not_captured(self) -> dict[str, str]:
+        """Return the units that Dynamo has captured no graph of, or none with gradients, and so PyTorch trains them."""
+        compiled = [(unit, each.compiled) for unit, each in self._forwards() if isinstance(each.compiled, ClassForward)]
+        captured = {graph.unit for graph in self.engine.graphs}
+        trained = {graph.unit for graph in self.engine.graphs if graph.direction != "inference"}
+        return {
+            unit.path: "Dynamo captured no graph of it, as of a module that checkpoints its own calls"
+            for unit, of_class in compiled
+            if (of_class.has_run and unit.unit_class not in captured)
+            or (of_class.has_trained and unit.unit_class not in trained)
+        }
+
+    def _runners(self, not_captured: Container[str]) -> dict[str, Any]:
         """Return by class of units how many of them each runner runs, and the times of a forward and a backward."""
         classes: dict[str, Any] = {}
         for unit in self.units:
@@ -158,7 +160,7 @@ class UnitsModel:
             if module is None:
                 continue
             runner = Runner.TORCH
-            if is_compiled(module):
+            if is_compiled(module) and unit.path not in not_captured:
                 decided = unit.trial.runner if unit.trial is not None else None
                 runner = decided or self.engine.first_runner
             of_class = classes.setdefault(unit.unit_class, {"units": {}, "ms": {}})

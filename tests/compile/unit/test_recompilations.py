@@ -23,6 +23,8 @@ WORDS = {
     "0/4: mask is None    # if mask is not None:  # m.py:9 in forward": "mask is a Tensor, was None (m.py:9)",
     "0/6: ___check_type_id(d, 139751424626336), type=<class 'list'>  # x  # m.py:1 in f (HINT: type list)":
         "d is a dict, was list (m.py:1)",
+    "0/0: not ___dict_contains('k', self.__dict__)     # return x * self.k  # m.py:1 in f":
+        "self.k is set on the object, was the class's (m.py:1)",
     # an expression of Dynamo's own names, and a text that nobody has seen yet
     "0/0: ___key_to_id(d) == [1]  # x  # m.py:1 in f":
         "a value has changed for which the user's code has no name (m.py:1)",

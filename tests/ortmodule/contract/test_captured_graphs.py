@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import captured_models
 import pytest
 import torch
 from torch import nn
@@ -137,6 +138,20 @@ def test_checkpointed_calls_are_computed_again_with_the_same_draws(is_reentrant)
         return [x.grad, *gradients(model)]
 
     assert compare(pair(Dropped), step_of)["forward"] > 3
+
+
+def test_blocks_that_checkpoint_their_own_calls_are_told_also_after_an_evaluation():
+    torch._dynamo.reset()
+    model = captured_models.build("gpt2")
+    model.gradient_checkpointing_enable()
+    ort_zero.wrap(model, backend="ortmodule", ortmodule={"place": "ort"}, fallback="warn")
+    captured_models.train(model, "gpt2", 2, varies=False)
+    with torch.no_grad():
+        model.eval()(**captured_models.batch("gpt2", 2))
+    status = ort_zero.status()["models"][-1]
+    assert "checkpoints its own calls" in status["failures"]["transformer.h.0"]
+    assert status["runners"]["GPT2Block"]["units"] == {"torch": 2}
+    assert status["compiled"]["session_runs"]["inference"]
 
 
 def test_saved_tensors_pass_the_hooks_of_autograd():
