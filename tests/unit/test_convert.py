@@ -190,10 +190,13 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     assert all(large < small + 12 and large < 80 for small, large in zip(peaks[::2], peaks[1::2])), peaks
 
 
-def test_the_checkpoint_is_found_where_people_point(tmp_path):
+def test_the_checkpoint_is_found_where_people_point(tmp_path, monkeypatch):
     checkpoint_files.write(tmp_path / "run" / "checkpoint-7" / "global_step7", tag="global_step7")
     report = convert(tmp_path / "run", tmp_path / "out", progress=False)
     assert report.tag == "global_step7" and verify(str(tmp_path / "out"), progress=False).ok
+    write_dcp(tmp_path / "here", {"a": torch.randn(3)}, {})
+    monkeypatch.chdir(tmp_path / "here")
+    assert convert(".", tmp_path / "dcp", to="dcp", progress=False).tag == "here"
 
 
 def test_bad_choices_are_refused(tmp_path):

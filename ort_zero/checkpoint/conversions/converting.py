@@ -182,6 +182,8 @@ def _described(
     if not min_stage <= number <= 3:
         raise CheckpointError(f"ZeRO-{number} cannot be written in the format {to}; give a stage from {min_stage} to 3")
     tag = source.tag.rstrip("/").rpartition("/")[2]
+    if tag in (".", "..") and "://" not in source.root:
+        tag = os.path.basename(os.path.abspath(source.root))
     if not is_plain_name(tag) or tag in (manifest.LATEST, file_names.LATEST_UNIVERSAL):
         raise CheckpointError(f"{source.root}: {tag!r} cannot be the name of the new checkpoint; rename the source")
     token = uuid.uuid4().hex[:16]
