@@ -22,6 +22,7 @@ NAME = "ort_zero_seal.json"
 _FORMAT = "ort_zero.seal"
 _BLOCK = 4 << 20
 """Bytes of a block."""
+_WAY_OUT = f"if that is right, remove {NAME} and run ort-zero verify --seal"
 _MAX_BYTES = 256 << 20
 """Maximum size of a seal: 8 bytes of text for 4 MiB."""
 
@@ -59,7 +60,9 @@ def read_seal(folder: Folder) -> dict[str, File] | None:
 def _file(name: str, size: int, text: str, block: int) -> File:
     data = base64.b64decode(text, validate=True)
     crcs = struct.unpack(f"<{len(data) // 4}I", data)
-    if any(type(n) is not int or n < 0 for n in (size, block)) or len(crcs) != -(-size // block):
+    if type(size) is not int or type(block) is not int or size < 0 or block < 1:
+        raise ValueError(f"{name} has {size} bytes in blocks of {block}")
+    if len(crcs) != -(-size // block):
         raise ValueError(f"{name} has {len(crcs)} checksums for {size} bytes")
     records = tuple((i * block, min(block, size - i * block), crc) for i, crc in enumerate(crcs))
     return File(name=name, size=size, records=records)
@@ -70,17 +73,36 @@ def with_seal(source: Source, folder: Folder) -> Source:
     sealed = read_seal(folder)
     if sealed is None:
         return source
-    problem = next((text for name in source.files if (text := size_problem(folder, name, sealed))), None)
-    if problem:
-        raise CorruptCheckpointError(problem)
+    for name in dict.fromkeys((*source.files, *sealed)):
+        problem = size_problem(folder, name, sealed) or _damage_before_values(source, folder, sealed[name])
+        if problem:
+            raise CorruptCheckpointError(problem)
     return replace(source, files={name: sealed[name] for name in source.files})
+
+
+def _damage_before_values(source: Source, folder: Folder, file: File) -> str | None:
+    """Return a sentence if a file's bytes without a checksum in the format are damaged: metadata, a header.
+
+    Every reader of tensors compares the rest.
+    """
+    end = file.size
+    if file.name in source.files:
+        is_safetensors = file.name.endswith(".safetensors")
+        end = 8 + int.from_bytes(folder.read(file.name, 0, 8), "little") if is_safetensors else 0
+    for start, length, crc in file.records:
+        if start < end and folder.crc32(file.name, start, start + length) != crc:
+            return (
+                f"{folder.path(file.name)} is damaged: bytes {start} to {start + length} do not match the seal's CRC-32"
+            )
+    return None
 
 
 def size_problem(folder: Folder, name: str, sealed: Mapping[str, File]) -> str | None:
     """Return a sentence if a file is not sealed, or has another size than when it was sealed."""
     if name not in sealed:
-        return f"{folder.path(name)} is not in {NAME}: it was added after the seal; seal the checkpoint again"
+        return f"{folder.path(name)} is not in {NAME}: it was added after the seal; {_WAY_OUT}"
     size = folder.size(name)
     if size != sealed[name].size:
-        return f"{folder.path(name)} has {size or 0} bytes, {sealed[name].size} when it was sealed: it was changed"
+        was = sealed[name].size
+        return f"{folder.path(name)} has {size or 0} bytes, {was} when it was sealed: it was changed; {_WAY_OUT}"
     return None

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ort_zero.checkpoint import aggregate, list_checkpoints, verify
+from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.finding import find_source
 from ort_zero.errors import CheckpointError
 
@@ -151,6 +152,9 @@ def test_groups_of_two_optimizers_stay_apart_and_numbers_in_tensors_are_read(tmp
         (("a",), {"lr": 0.5}),
         (("b", "c"), {"lr": 0.25}),
     ]
+    convert(str(tmp_path), tmp_path.with_name("converted"), to="dcp")
+    converted = find_source(str(tmp_path.with_name("converted") / tmp_path.name))
+    assert [group.names for group in converted.optimizer.groups] == [("a",), ("b", "c")]
     assert any("no state of c" in note and "taken to be frozen" in note for note in source.notes)
     assert any("left out: model._extra_state.calls" in note for note in source.notes)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -14,9 +16,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from damage import Change, flipped, removed, truncated
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from ort_zero.checkpoint import aggregate, list_checkpoints, verify
+from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.seal import NAME as SEAL
 from ort_zero.errors import CheckpointError
@@ -191,3 +195,101 @@ def test_a_seal_notices_what_was_added_changed_or_damaged(saved, tmp_path):
     assert f"{SEAL} is damaged" in problem
     with pytest.raises(CheckpointError, match="remove it if you do without the seal"):
         aggregate(saved, tmp_path / "model", overwrite=True)
+
+
+def shards(folder: Path) -> None:
+    """Save a tensor in files of two ranks, and a file more of the second, as torch's HuggingFaceStorageWriter does."""
+    folder.mkdir()
+    for rank, number, offset in ((1, 1, 0), (2, 1, 2), (2, 2, 4)):
+        info = {"w": {"saved_offsets": [offset, 0]}}
+        name = f"shard-{rank:05d}-model-{number:05d}-of-{rank:05d}.safetensors"
+        save_file({"w": torch.ones(2, 3)}, folder / name, {"DCP_SHARDING_INFO": json.dumps(info)})
+
+
+def ranks(folder: Path) -> None:
+    """Save a file a rank of a model and its optimizer."""
+    folder.mkdir()
+    for rank in range(2):
+        states = {
+            "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}},
+            "param_groups": [{"params": [0]}],
+        }
+        for kind, state in (("model", {"w": torch.ones(2)}), ("optim", states)):
+            torch.save(state, folder / f"{kind}_world_size_2_rank_{rank}.pt")
+
+
+def of_another_step(folder: Path) -> None:
+    path = folder / "optim_world_size_2_rank_1.pt"
+    state = torch.load(path)
+    state["state"][0]["step"] += 1
+    torch.save(state, path)
+
+
+FIRST = "shard-00001-model-00001-of-00001.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("make", "damage", "says"),
+    [
+        (shards, removed(FIRST), "missing: shard-00001"),
+        (shards, removed("shard-00002-model-00001-of-00002.safetensors"), "missing: number 1 of 2 of shard 2"),
+        (shards, removed("shard-00002-model-00002-of-00002.safetensors"), "missing: number 2 of 2 of shard 2"),
+        (
+            shards,
+            lambda folder: save_file({"w": torch.ones(2)}, folder / FIRST, {"DCP_SHARDING_INFO": "[" * 100_000}),
+            "nested too deeply",
+        ),
+        (ranks, of_another_step, "are of different steps: optimizer.state.0.step differs"),
+        (ranks, removed("model_world_size_2_rank_1.pt"), r"ranks \[1\] are missing"),
+        (
+            ranks,
+            lambda folder: shutil.copy(
+                folder / "model_world_size_2_rank_0.pt", folder / "model_world_size_2_rank_2.pt"
+            ),
+            "model_world_size_2_rank_2.pt is one too many: 2 ranks saved",
+        ),
+        (
+            lambda folder: torch.save({}, folder.mkdir() or folder / f"model_world_size_{1 << 60}_rank_0.pt"),
+            lambda folder: None,
+            r"ranks \[1, 2, .* are missing",
+        ),
+    ],
+)
+def test_files_of_ranks_that_do_not_belong_together_are_named(tmp_path, make, damage, says):
+    saved = tmp_path / "saved"
+    make(saved)
+    damage(saved)
+    with pytest.raises(CheckpointError, match=says):
+        aggregate(saved, tmp_path / "model")
+    report = verify(str(saved))
+    assert not report.ok and re.search(says, " ".join(report.problems))
+
+
+def test_verify_says_what_torchs_files_cannot_tell(saved, tmp_path):
+    def notes() -> str:
+        return " ".join(verify(str(saved)).notes)
+
+    assert "do not name their save" in notes() and ".metadata has no checksum" in notes()
+    verify(str(saved), seal_it=True)
+    assert "do not name their save" not in notes() and "has no checksum" not in notes()
+    shards(tmp_path / "shards")
+    assert "a missing last one is not noticed" in " ".join(verify(str(tmp_path / "shards")).notes)
+
+
+@pytest.mark.parametrize("make", [save, shards])
+def test_a_seal_protects_names_too_and_is_not_renewed_over_damage(tmp_path, make):
+    saved = tmp_path / "saved"
+    make(saved)
+    verify(str(saved), seal_it=True)
+    name, old, new = (METADATA, b"up.bias", b"up.bios") if make is save else (FIRST, b"w", b"x")
+    for path in (saved / name, *saved.glob("shard-00002-*")):
+        path.write_bytes(path.read_bytes().replace(old, new))
+    for action in (lambda: aggregate(saved, tmp_path / "model"), lambda: convert(saved, tmp_path / "to", to="dcp")):
+        with pytest.raises(CheckpointError, match=f"{name} is damaged"):
+            action()
+    for again in (True, False):
+        assert f"{name} is damaged" in verify(str(saved), seal_it=again).problems[0]
+    seal = json.loads((saved / SEAL).read_text())
+    (saved / SEAL).write_text(json.dumps({**seal, "block": 0}))
+    with pytest.raises(CheckpointError, match="in blocks of 0"):
+        aggregate(saved, tmp_path / "model")

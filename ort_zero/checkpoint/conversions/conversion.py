@@ -103,13 +103,14 @@ class Conversion:
         kinds = dict.fromkeys(t.kind for t in self.source.tensors if t.is_optimizer_state)
         self.states = {kind: self.source.by_name(kind) for kind in kinds}
 
-    def groups(self) -> list[list[str]]:
-        """Return the stored names of the trained parameters of each parameter group."""
+    def groups(self, with_frozen: bool = False) -> list[list[str]]:
+        """Return the stored names of the trained parameters of each parameter group, or of all its parameters."""
         if self.source.optimizer is None:
             raise CheckpointError(f"{self.source.root} holds no optimizer state, which DeepSpeed's formats need")
         aliases = self.source.aliases
         groups = [[aliases.get(name, name) for name in group.names] for group in self.source.optimizer.groups]
-        groups = [[name for name in group if name in self.masters] for group in groups]
+        kept = self.masters.keys() | (self.frozen.keys() if with_frozen else set())
+        groups = [[name for name in group if name in kept] for group in groups]
         ungrouped = self.masters.keys() - {name for group in groups for name in group}
         if ungrouped:
             raise CheckpointError(f"{self.source.root}: no parameter group has {sorted(ungrouped)[0]}")

@@ -89,7 +89,8 @@ def _groups(work: Conversion) -> list[dict[str, Any]]:
     """Return the parameter groups, with the options that torch's optimizer has and DeepSpeed's lacks."""
     assert work.source.optimizer is not None
     name = (work.source.optimizer.class_name or "").lower()
-    groups = [{**work.options(number), "params": names} for number, names in enumerate(work.groups()) if names]
+    members = enumerate(work.groups(with_frozen=True))
+    groups = [{**work.options(number), "params": names} for number, names in members if names]
     if name not in _ADAM or not {"exp_avg", "exp_avg_sq"} <= work.states.keys():
         return groups
     defaults = dict(torch.optim.AdamW([torch.empty(0)]).param_groups[0])

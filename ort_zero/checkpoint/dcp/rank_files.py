@@ -7,6 +7,7 @@ The record of a ShardedTensor, which FSDP1 makes, has the blocks of this rank wi
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 from ort_zero.checkpoint.dcp.assembly import CheckpointContents
 from ort_zero.checkpoint.dcp.blocks import Block
 from ort_zero.checkpoint.dcp.names import OPTION, OTHER, WEIGHT, Value, meanings
+from ort_zero.checkpoint.records import MAX_NAMED
 from ort_zero.checkpoint.restricted_pickle.values import OpaqueObject, StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file, read_number
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -57,8 +59,11 @@ def read_rank_files(contents: CheckpointContents) -> None:
         if len(sizes) > 1:
             raise CorruptCheckpointError(f"{folder.path()} mixes files of runs with {sorted(sizes)} ranks")
         (size,) = sizes
-        missing = sorted(set(range(size)) - by_rank.keys())
-        if missing:
+        surplus = sorted(rank for rank in by_rank if rank >= size)
+        if surplus:
+            raise CorruptCheckpointError(f"{folder.path(by_rank[surplus[0]])} is one too many: {size} ranks saved")
+        if len(by_rank) < size:
+            missing = list(itertools.islice((rank for rank in range(size) if rank not in by_rank), MAX_NAMED))
             raise CorruptCheckpointError(f"{folder.path()}: the {kind}'s files of the ranks {missing} are missing")
         contents.world_size = size
         shards: dict[tuple[str | int, ...], _Shards] = {}
@@ -167,6 +172,10 @@ def _add(
         raise CorruptCheckpointError(
             f"{contents.folder.path()}: the ranks do not agree on the elements of {key} from {list(offsets)} on: "
             f"{before[0].file} and {name} hold other values of them"
+        )
+    if path[-1] == "step":
+        raise CorruptCheckpointError(
+            f"{contents.folder.path()}: {before[0].file} and {name} are of different steps: {key} differs"
         )
     contents.notes.append(f"{key} differs between the ranks; rank 0's is taken")
 

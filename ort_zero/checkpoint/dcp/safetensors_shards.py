@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 
 from ort_zero.checkpoint.dcp.assembly import CheckpointContents
 from ort_zero.checkpoint.dcp.blocks import Block
 from ort_zero.checkpoint.dcp.names import meanings
-from ort_zero.checkpoint.files import safetensors_header
+from ort_zero.checkpoint.files import json_text, safetensors_header
 from ort_zero.checkpoint.files.dtypes import is_dtype_code, name_of
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
-_NAME = re.compile(r"(shard-(\d+)-)?model-\d+-of-\d+\.safetensors")
+_NAME = re.compile(r"(shard-(\d+)-)?model-(\d+)-of-(\d+)\.safetensors")
 _OFFSETS = "DCP_SHARDING_INFO"
 """Key in a header's metadata: JSON of the offsets of the file's shards, by tensor (``_hf_utils.py`` of torch 2.13)."""
 
@@ -28,17 +27,37 @@ def file_names(folder: Folder, listed: Sequence[str]) -> list[str]:
         return names if any(name.startswith("shard-") for name in names) else []
 
 
+def _refuse_gaps(folder: Folder, files: Sequence[str]) -> None:
+    """Raise CorruptCheckpointError if the numbers in the files' names have gaps."""
+    counts: dict[int, tuple[set[int], int]] = {}
+    for match in filter(None, map(_NAME.fullmatch, files)):
+        _, rank, number, count = match.groups()
+        counts.setdefault(int(rank or 0), (set(), int(count)))[0].add(int(number))
+    ranks = counts.keys() - {0}
+    gaps = [f"shard-{rank:05d}" for rank in range(1, 1 + len(ranks)) if rank not in ranks]
+    for rank, (numbers, count) in counts.items():
+        missing = [number for number in range(1, 1 + len(numbers)) if number not in numbers]
+        if missing or count != len(numbers):
+            gaps.append(f"number {(*missing, len(numbers) + 1)[0]} of {count} of shard {rank}")
+    if gaps:
+        raise CorruptCheckpointError(f"{folder.path()}: files are missing: {', '.join(gaps[:3])}")
+
+
 def read_shards(contents: CheckpointContents) -> None:
     """Add the tensors of all files."""
     folder = contents.folder
     blocks: dict[str, list[Block]] = {}
     dtypes: dict[str, str] = {}
     files = file_names(folder, folder.names())
+    _refuse_gaps(folder, files)
+    contents.notes.append(
+        f"the files do not say how many ranks saved: {len(files)} are there, and a missing last one is not noticed"
+    )
     for name in files:
         header = safetensors_header.read(folder, name)
         contents.records.setdefault(name, set())
         try:
-            places = json.loads(header.metadata[_OFFSETS])
+            places = json_text.loads(header.metadata[_OFFSETS])
             for key, entry in header.entries.items():
                 offsets = tuple(places[key]["saved_offsets"])
                 if len(offsets) != len(entry.shape) or any(type(n) is not int or n < 0 for n in offsets):

@@ -111,7 +111,13 @@ def verify(
         failure = str(error)
     problems: list[tuple[str, str]] = []  # file name, empty for a problem of no single file, and text
     names = _names(folder, format_name, source, problems, notes)
-    sizes, more = _check_files(folder, names, _Checks(folder, format_name, source, seal_it), workers, progress)
+    checks = _Checks(folder, format_name, source)
+    if format_name == "dcp" and not checks.sealed:
+        notes.append(
+            "torch's files do not name their save: another save's shards of the same sizes would not be noticed"
+        )
+        notes += [f"{folder.path(name)} has no checksum" for name in dcp.metadata_files(folder)]
+    sizes, more = _check_files(folder, names, checks, workers, progress)
     problems += more
     # a damaged file that was named already need not be named again
     if failure and not any(folder.path(name) in failure for name, _ in problems):
@@ -165,10 +171,10 @@ def _names(
 class _Checks:
     """The checks of single files: each byte is read once, and compared with the best checksum that there is."""
 
-    def __init__(self, folder: Folder, format_name: str, source: Source | None, seal_it: bool):
+    def __init__(self, folder: Folder, format_name: str, source: Source | None):
         self._folder, self._format, self._source = folder, format_name, source
         self.sealed: Mapping[str, File] = {}
-        if format_name != "ort_zero" and not seal_it:
+        if format_name != "ort_zero":
             with suppress(CheckpointError):  # a damaged seal is a problem already: the checkpoint was not opened
                 self.sealed = seal.read_seal(folder) or {}
 
