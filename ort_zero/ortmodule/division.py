@@ -69,7 +69,7 @@ def divide(model: onnx.ModelProto, weights: frozenset[str]) -> Division:
     producers = {name: node for node in graph.node for name in node.output if name}
     inputs = [each.name for each in graph.input]
     forward = _needed(yields[0].input, producers)
-    forward |= _shapes(graph.node, forward, set(inputs) - weights)
+    forward |= _shapes(graph.node, set(inputs) - weights)
     forward_nodes = [node for node in graph.node if id(node) in forward]
     backward_nodes = [node for node in graph.node if id(node) not in forward and node is not yields[0]]
     made = {name for node in forward_nodes for name in node.output}
@@ -123,13 +123,13 @@ def _needed(names: Iterable[str], producers: Mapping[str, onnx.NodeProto]) -> se
     return nodes
 
 
-def _shapes(nodes: Iterable[onnx.NodeProto], forward: set[int], inputs: set[str]) -> set[int]:
-    """Return the identities of the nodes that read the sizes of an input or of a value of the forward.
+def _shapes(nodes: Iterable[onnx.NodeProto], inputs: set[str]) -> set[int]:
+    """Return the identities of the nodes that read the sizes of an input.
 
-    The forward keeps the sizes alone. So a caller may change an input in place whose sizes the backward needs.
+    The forward keeps these sizes alone. So a caller may change an input in place whose sizes the backward needs. The
+    forward's own values are kept whole: ONNX Runtime compares their sizes with the graph's, and a kernel may not.
     """
-    known = inputs | {name for node in nodes if id(node) in forward for name in node.output}
-    return {id(node) for node in nodes if node.op_type in ("Shape", "Size") and node.input[0] in known}
+    return {id(node) for node in nodes if node.op_type in ("Shape", "Size") and node.input[0] in inputs}
 
 
 def _copied(names: Iterable[str], made: set[str]) -> tuple[list[str], list[onnx.NodeProto]]:
