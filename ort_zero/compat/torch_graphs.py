@@ -118,3 +118,18 @@ class SizeReader:
     def knows_expression(self, expression: Any) -> bool:
         """Return True if the graph's inputs tell the value of an expression."""
         return expression.free_symbols <= self._sources.keys()
+
+
+def copy_sizes(module: GraphModule) -> None:
+    """Give each user of a ``torch.Size`` a call of its own: AOTAutograd compiles no part that returns one."""
+    for node in [each for each in module.graph.nodes if is_size(each)]:
+        for user in list(node.users):
+            with module.graph.inserting_before(user):
+                user.replace_input_with(node, module.graph.node_copy(node))
+        module.graph.erase_node(node)
+    module.recompile()
+
+
+def is_size(node: Node) -> bool:
+    """Return True for a node whose value is a ``torch.Size``."""
+    return isinstance(node.meta.get("example_value"), torch.Size)

@@ -23,7 +23,7 @@ from ort_zero.compile.conversion.fragments import (
 )
 from ort_zero.compile.conversion.registry import size_of
 from ort_zero.compile.plan import Segment
-from ort_zero.units.memory_order import dense_order, inverse
+from ort_zero.runtimes.memory_order import dense_order, inverse
 
 _OPSET = 20
 """The ONNX operator set of all models; ONNX Runtime 1.19 and later have it."""

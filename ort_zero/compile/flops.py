@@ -9,7 +9,7 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from ort_zero.compat.torch_compile import tree_map
-from ort_zero.units.memory_order import hint
+from ort_zero.runtimes.memory_order import hint
 
 _COUNTED_AS = {
     f"_scaled_dot_product_flash_attention_for_cpu{end}": getattr(

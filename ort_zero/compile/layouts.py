@@ -8,7 +8,7 @@ import torch
 
 from ort_zero.compat.torch_graphs import SizeReader, Symbols
 from ort_zero.compile.conversion.fragments import Dim, Size
-from ort_zero.units.memory_order import inverse
+from ort_zero.runtimes.memory_order import inverse
 
 
 def numbers(sizes: Iterable[Size], reader: SizeReader, symbols: Symbols) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from ort_zero.compile.conversion.creation import CONSTANTS
 from ort_zero.compile.conversion.views import VIEWS
 from ort_zero.compile.plan import is_ordered
 from ort_zero.runtimes import observing
-from ort_zero.units.memory_order import hint
+from ort_zero.runtimes.memory_order import hint
 
 aten = torch.ops.aten
 _WHOLE = frozenset(

@@ -14,7 +14,7 @@ from ort_zero.errors import ExportError
 from ort_zero.ortmodule.division import Division, divide
 from ort_zero.ortmodule.upstream.building import BuiltGraph
 from ort_zero.ortmodule.upstream.sessions import Session
-from ort_zero.units.memory_order import in_order
+from ort_zero.runtimes.memory_order import in_order
 
 
 class Halves:

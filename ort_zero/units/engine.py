@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,6 @@ class Engine(abc.ABC, Generic[Graph]):
     """What runs units before they are timed."""
     compiles_evaluations = False
     """Whether calls without gradients are compiled from the first one on, not only where long evaluations repay it."""
-
     starts_as_kept = False
     """Whether PyTorch runs a unit from the first call on where an earlier start has decided so."""
 
@@ -208,15 +208,16 @@ class Engine(abc.ABC, Generic[Graph]):
 
     def say_runs(self, runner: Runner, unit_class: str, what: str, reason: str) -> None:
         """Say what runs units of a class from now on, once for each reason."""
-        if (unit_class, reason) not in self._said:
-            self._said.add((unit_class, reason))
-            log.get_logger().info("%s runs %s from now on: %s", runner.title, what, reason)
+        self._say(logging.INFO, unit_class, reason, f"{runner.title} runs {what} from now on")
 
     def say_left_out(self, runner: Runner, unit_class: str, reason: str) -> None:
         """Say that a runner does not run the units of a class, once for each reason."""
+        self._say(logging.WARNING, unit_class, reason, f"{runner.title} is left out for {unit_class}")
+
+    def _say(self, level: int, unit_class: str, reason: str, what: str) -> None:
         if (unit_class, reason) not in self._said:
             self._said.add((unit_class, reason))
-            log.get_logger().warning("%s is left out for %s: %s", runner.title, unit_class, reason)
+            log.get_logger().log(level, "%s: %s", what, reason)
 
     def figures(self) -> dict[str, Any]:
         """Return the entries that every engine has in ``status()``: graphs, recompilations, units in PyTorch, ..."""
@@ -225,7 +226,7 @@ class Engine(abc.ABC, Generic[Graph]):
             "dynamo_graphs": self.dynamo_graphs,
             "units_in_torch": dict(self.units_in_torch),
             "units_at_limit": [each.unit for each in self.recompilations if each.at_limit],
-            "recompilations": [reason for graph in self.graphs if (reason := graph.recompile_reason)],
+            "recompilations": [each["reason"] for each in self.transitions()],
         }
 
     def transitions(self) -> list[dict[str, str]]:

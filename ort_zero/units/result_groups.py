@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
 from ort_zero.compat.torch_compile import tree_leaves
+from ort_zero.compat.torch_graphs import copy_sizes, is_size
 from ort_zero.errors import ExportError
 from ort_zero.runtimes import observing
 
@@ -34,14 +35,14 @@ def divided(module: GraphModule) -> GraphModule | None:
     leads_to = _results_of(nodes, results)
     if len(results) < 2 or all(leads_to[node] in (set(), results) for node in nodes if node.op == "placeholder"):
         return None
-    _copy_sizes(module)
+    copy_sizes(module)
     nodes = list(module.graph.nodes)
     leads_to = _results_of(nodes, results)
     # an input of a part has a gradient if any result of the part has one: no result may lead further than an input
     parts: dict[Node, int] = {}
     number, of_part, limit = 0, set[Node](), results
     for node in nodes:
-        if node.op in ("placeholder", "get_attr", "output") or _is_size(node):
+        if node.op in ("placeholder", "get_attr", "output") or is_size(node):
             continue
         read = [leads_to[each] for each in node.all_input_nodes if each.op in ("placeholder", "get_attr")]
         of_inputs = set.intersection(results, *filter(None, read))
@@ -50,7 +51,7 @@ def divided(module: GraphModule) -> GraphModule | None:
         if leads_to[node]:
             of_part, limit = of_part | leads_to[node], limit & of_inputs
         parts[node] = number
-    parts.update((node, parts.get(user, 0)) for node in nodes if _is_size(node) for user in node.users)
+    parts.update((node, parts.get(user, 0)) for node in nodes if is_size(node) for user in node.users)
     is_observed = any(map(observing.is_observation, nodes))
     if number >= _MAX_PARTS or is_observed:
         why = "statistics look into it" if is_observed else f"in more than {_MAX_PARTS} parts"
@@ -94,20 +95,6 @@ class _Part(torch.nn.Module):
     def forward(self, *inputs: Any) -> Any:
         results = self.compiled(*inputs)
         return tuple(results) if self.returns_tuple else results[0]
-
-
-def _copy_sizes(module: GraphModule) -> None:
-    """Give each user of a ``torch.Size`` a call of its own: AOTAutograd compiles no part that returns one."""
-    for node in [each for each in module.graph.nodes if _is_size(each)]:
-        for user in list(node.users):
-            with module.graph.inserting_before(user):
-                user.replace_input_with(node, module.graph.node_copy(node))
-        module.graph.erase_node(node)
-    module.recompile()
-
-
-def _is_size(node: Node) -> bool:
-    return isinstance(node.meta.get("example_value"), torch.Size)
 
 
 def _results_of(nodes: Sequence[Node], results: set[Node]) -> dict[Node, set[Node]]:

@@ -85,22 +85,25 @@ class UnitsModel:
         for _, forward in self._forwards():
             forward.is_suspended = wanted
 
+    def _living(self) -> list[tuple[RunningUnit, nn.Module]]:
+        """Return the units that still live, in the order of ``named_modules``, with their modules."""
+        return [(unit, module) for unit in self.units if (module := unit.reference()) is not None]
+
     def _forwards(self) -> list[tuple[RunningUnit, UnitForward]]:
         """Return the living units whose own forwards are replaced, with the forwards in their place."""
-        pairs = [(unit, getattr(unit.reference(), "forward", None)) for unit in self.units]
+        pairs = [(unit, getattr(module, "forward", None)) for unit, module in self._living()]
         return [(unit, forward) for unit, forward in pairs if isinstance(forward, UnitForward)]
 
     def unit_modules(self) -> list[nn.Module]:
         """Return the units that still live, in the order of ``named_modules``."""
-        return [module for unit in self.units if (module := unit.reference()) is not None]
+        return [module for _, module in self._living()]
 
     def compile_again(self) -> None:
         """Have Dynamo trace the units anew: they have other hooks, or keep less for their backwards."""
         self.compiled.clear()
         self.engine.is_stale = True
-        for unit in self.units:
-            module = unit.reference()
-            if module is not None and is_compiled(module):
+        for unit, module in self._living():
+            if is_compiled(module):
                 replace_forward(module, EngineRunner(self, unit))
 
     def _after_step(self) -> bool:
@@ -122,7 +125,7 @@ class UnitsModel:
 
     def status(self) -> dict[str, Any]:
         """Return the model's entry in ``ort_zero.status()["models"]``, as plain values."""
-        units = [(unit.path, module) for unit in self.units if (module := unit.reference()) is not None]
+        units = [(unit.path, module) for unit, module in self._living()]
         not_captured = self._not_captured()
         failures = {**not_captured, **self.failures, **self._added()}
         return {
@@ -155,10 +158,7 @@ class UnitsModel:
     def _runners(self, not_captured: Container[str]) -> dict[str, Any]:
         """Return by class of units how many of them each runner runs, and the times of a forward and a backward."""
         classes: dict[str, Any] = {}
-        for unit in self.units:
-            module = unit.reference()
-            if module is None:
-                continue
+        for unit, module in self._living():
             runner = Runner.TORCH
             if is_compiled(module) and unit.path not in not_captured:
                 decided = unit.trial.runner if unit.trial is not None else None

@@ -16,7 +16,7 @@ from ort_zero.compat.transformers_gelu import replace_gelus
 from ort_zero.errors import ExportError
 from ort_zero.ortmodule.graphs import draws, refusals, rewrites
 from ort_zero.ortmodule.graphs.values import axes_of, value_of
-from ort_zero.units.memory_order import dense_order
+from ort_zero.runtimes.memory_order import dense_order
 
 _ARITHMETIC = frozenset(
     getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "iadd", "imul", "isub", "itruediv", "pow")
