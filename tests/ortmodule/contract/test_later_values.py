@@ -244,6 +244,26 @@ def test_an_input_whose_sizes_alone_the_backward_reads_may_change():
     assert ort_zero.status()["models"][-1]["compiled"]["session_runs"]["backward"]
 
 
+class LastTokens(Mean):
+    """A mean of at most the last 50 tokens: the graph of short texts does not fit long ones."""
+
+    def forward(self, x):
+        """Return [rows, 4]."""
+        return self.layer(x[:, -50:].sum(1))
+
+
+def test_a_longer_text_than_a_graph_allows_for_does_not_write_out_of_bounds():
+    models = both(LastTokens)
+    for length in (*range(5, 12), *range(51, 70)):
+        x = torch.randn(2, length, 4)
+        found = []
+        for model in models:
+            leaf = x.clone().requires_grad_()
+            model(leaf).square().sum().backward()
+            found.append(leaf.grad)
+        torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 def test_an_encoder_evaluates_with_a_padding_mask():
     eager, wrapped = both(
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2).eval()
