@@ -15,6 +15,7 @@ from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.restricted_pickle import classes
 from ort_zero.checkpoint.restricted_pickle.unpickler import PersistentId, unpickled
 from ort_zero.checkpoint.restricted_pickle.values import (
+    AttributeReference,
     ClassReference,
     MalformedPickleError,
     OpaqueObject,
@@ -108,6 +109,8 @@ class _Rebuilder:
             return {value(key, depth): value(item, depth) for key, item in raw.items()}
         if kind in (list, tuple, set, frozenset):
             return kind([value(item, depth) for item in raw])
+        if isinstance(raw, AttributeReference):
+            self.opaque.add(raw.class_name)  # a member of an enumeration, by some versions of Python
         if isinstance(raw, ClassReference):
             name = raw.class_name.removeprefix("torch.")
             return TorchConstant("dtype", name) if raw.class_name != name and dtypes.is_dtype_name(name) else raw

@@ -57,8 +57,19 @@ def unpickled(data: bytes) -> Any:
         raise MalformedPickleError(f"it is damaged ({type(error).__name__}: {error})") from None
 
 
+_ENUMERATIONS = {
+    "deepspeed.runtime.zero.config.ZeroStageEnum": {
+        "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3,
+    },
+}  # fmt: skip
+"""Values of the members of enumerations by name; Python 3.11.0 to 3.11.3 write members by name, others by value."""
+
+
 class _Getattr:
-    """The ``getattr`` of a pickle: ``getattr(NAME, TEXT)`` names a class within a class, other calls become records."""
+    """The ``getattr`` of a pickle: ``getattr(NAME, TEXT)`` names a class within a class, or a member of an enumeration.
+
+    Other calls become records.
+    """
 
     __slots__ = ("_unpickler",)
 
@@ -67,6 +78,9 @@ class _Getattr:
 
     def __call__(self, *args: Any) -> Any:
         if len(args) == 2 and type(args[0]) is ClassReference and type(args[1]) is str:
+            members = _ENUMERATIONS.get(args[0].class_name, {})
+            if args[1] in members:
+                return args[0](members[args[1]])
             if len(args[0].class_name) + len(args[1]) < _MAX_ATTRIBUTE:
                 return self._unpickler.reference(f"{args[0].class_name}.{args[1]}", AttributeReference)
         return self._unpickler.reference("builtins.getattr")(*args)
