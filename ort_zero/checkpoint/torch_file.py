@@ -242,7 +242,8 @@ def _content(
     except HostilePickleError as error:
         raise CheckpointError(
             f"{path} calls {error}, which no checkpoint needs and which can run code when the file is loaded; "
-            "pass --trust-pickle (trust_pickle=True) only if you trust the file as you trust a program"
+            "--trust-pickle (trust_pickle=True) executes it in DeepSpeed's files, no option in others: pass the option "
+            "only if you trust the file as you trust a program"
         ) from None
     except MalformedPickleError as error:
         raise CheckpointError(f"{path} cannot be unpickled: {error}") from None
