@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ort_zero.checkpoint import aggregate, verify
 from ort_zero.checkpoint.conversions.converting import convert
+from ort_zero.errors import CheckpointError
 
 RUNS = {
     1: [("gpt2", "fsdp", "adamw")],
@@ -83,6 +85,21 @@ def test_each_form_is_aggregated_bit_for_bit(runs, tmp_path, name, form):
     assert states.keys() == expected.keys()
     assert all(is_same(states[key], expected[key]) for key in expected)
     assert verify(str(runs / name / form)).ok
+
+
+def test_accelerates_names_of_ranks_files(runs, tmp_path):
+    local = tmp_path / "local"
+    local.mkdir()
+    for rank in range(2):
+        file = runs / "llama-fsdp-adamw" / "ranks" / f"model_world_size_2_rank_{rank}.pt"
+        shutil.copy(file, local / f"pytorch_model_fsdp_rank{rank}.bin")
+    aggregate(local, tmp_path / "model")
+    weights, _ = torch.load(runs / "llama-fsdp-adamw" / "whole.pt", weights_only=False)
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    assert found and all(is_same(found[key], weights[key]) for key in weights.keys() - tied(weights))
+    (local / "pytorch_model_fsdp_rank1.bin").unlink()
+    with pytest.raises(CheckpointError, match="is not whole: its elements .* are in no shard"):
+        aggregate(local, tmp_path / "other")
 
 
 @pytest.mark.parametrize("form", ["dcp", "accelerate", "ranks"])

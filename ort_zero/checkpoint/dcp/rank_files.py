@@ -1,4 +1,4 @@
-"""Read files of single ranks: one ``torch.save`` a rank, with a state dict of shards (verl, and scripts of FSDP).
+"""Read files of single ranks: one ``torch.save`` a rank, with a state dict of shards (verl, Accelerate, scripts).
 
 A DTensor's record in the pickle has the rank's block, the mesh of ranks, this rank's place in it, and the placements:
 along which axis of the tensor each axis of the mesh divides it (``torch/distributed/tensor``, torch 2.5 to 2.13).
@@ -23,15 +23,19 @@ from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file, read_numb
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 _NAME = re.compile(r"(model|optim|optimizer)_world_size_(\d+)_rank_(\d+)\.pt")
+"""verl's name: what is in the file, the number of ranks, the rank."""
+_LOCAL_NAME = re.compile(r"pytorch_model_fsdp_rank(\d+)\.bin")
+"""Accelerate's name of a model's ``LOCAL_STATE_DICT``, with the rank."""
 
 
 def files_by_kind(listed: Sequence[str]) -> dict[str, dict[int, str]]:
     """Return the files of the model and of the optimizer among `listed`, by rank."""
     found: dict[str, dict[int, str]] = {}
     for name in listed:
-        match = _NAME.fullmatch(name)
-        if match:
+        if match := _NAME.fullmatch(name):
             found.setdefault(match[1], {})[int(match[3])] = name
+        elif match := _LOCAL_NAME.fullmatch(name):
+            found.setdefault("model", {}).setdefault(int(match[1]), name)
     return found if "model" in found else {}
 
 
@@ -58,7 +62,7 @@ def read_rank_files(contents: CheckpointContents) -> None:
         sizes = {int(match[2]) for name in by_rank.values() if (match := _NAME.fullmatch(name))}
         if len(sizes) > 1:
             raise CorruptCheckpointError(f"{folder.path()} mixes files of runs with {sorted(sizes)} ranks")
-        (size,) = sizes
+        size = sizes.pop() if sizes else max(by_rank) + 1
         surplus = sorted(rank for rank in by_rank if rank >= size)
         if surplus:
             raise CorruptCheckpointError(f"{folder.path(by_rank[surplus[0]])} is one too many: {size} ranks saved")
