@@ -12,6 +12,8 @@ from rank_processes.ranks import free_port
 def group_of_one() -> Iterator[dict[str, str]]:
     """Make a process group of one rank, once: DeepSpeed keeps groups of it for the life of the process.
 
+    For tests/dist alone: other tests of a worker would see the group, and statistics take their rank from it.
+
     Returns the variables of its environment.
     """
     import deepspeed
