@@ -216,9 +216,11 @@ def optimizer_settings(state: EngineState, source: Source, full: bool) -> Optimi
                     raise CorruptCheckpointError(f"{source.root}: {key} of the optimizer cannot be {value}")
                 numbers[key] = value
         settings.numbers.append(numbers)
-    stored = [(set(group.names) - source.frozen, group.options) for group in optimizer.groups]
+    stored = [(set(group.names), group.options) for group in optimizer.groups]
     for index, (names, live) in enumerate(zip(groups, state.group_options(), strict=True)):
-        match = next((options for group, options in stored if group == set(names) - source.frozen), None)
+        # torch's optimizers may hold frozen parameters, DeepSpeed's do not
+        same = (options for group, options in stored if set(names) in (group, group - source.frozen))
+        match = next(same, None)
         if match is None:
             log.get_logger().warning(
                 "the checkpoint has no group of the parameters of group %d, whose hyper-parameters stay as configured",
