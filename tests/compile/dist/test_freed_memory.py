@@ -12,6 +12,12 @@ import torch
 from rank_processes.ranks import run_on_ranks
 
 
+@pytest.fixture(autouse=True)
+def no_kept_decisions(tmp_path, monkeypatch):
+    """Have graphs made: a later start runs what an earlier one found slower in PyTorch from the first step on."""
+    monkeypatch.setenv("ORT_ZERO_CACHE_DIR", str(tmp_path))
+
+
 def model_of_layers(width: int = 128) -> torch.nn.Module:
     """Return a model of 4 blocks: 2 MiB of gradients with a width of 128, 51 MiB with 640."""
     torch.manual_seed(0)
