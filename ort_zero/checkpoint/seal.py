@@ -42,7 +42,7 @@ def seal(folder: Folder, names: Iterable[str], advance: Callable[[int], Any]) ->
 
 
 def read_seal(folder: Folder) -> dict[str, File] | None:
-    """Return the sealed files by name, None if the checkpoint has no seal."""
+    """Return what the seal says of each file, by the file's name; None if the checkpoint has no seal."""
     if not folder.exists(NAME):
         return None
     try:

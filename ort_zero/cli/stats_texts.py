@@ -31,7 +31,7 @@ def as_json(comparison: Comparison, html: str | None = None) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: NaN and inf become text."""
+    """Return a value as dicts, lists, numbers and text, for JSON; NaN and inf become text, enumerations their names."""
     if dataclasses.is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -32,7 +32,7 @@ def words_of(reason: str, evaluate: Callable[[str], str | None]) -> str:
     """
     text = re.sub(r"^\d+/\d+: ", "", reason.strip())
     guard, _, rest = text.partition("  #")
-    change = _change(plain(guard.strip()), evaluate)
+    change = _change(as_users_write(guard.strip()), evaluate)
     if "___" in change:  # a name of Dynamo's own, such as ___stack0
         change = "a value has changed for which the user's code has no name"
     where = re.search(r'File "(.+)", line (\d+)', rest) or re.search(r"# (\S+):(\d+) in ", rest)
@@ -53,7 +53,7 @@ def _change(guard: str, evaluate: Callable[[str], str | None]) -> str:
     return f"{name} is {now}, was {before}" if now is not None else f"{name} is no longer {before}"
 
 
-def plain(guard: str) -> str:
+def as_users_write(guard: str) -> str:
     """Return a guard with names as users write them, such as ``self.linear.weight``."""
     guard = re.sub(r"\bL\['(\w+)'\]", r"\1", guard)
     return re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", guard)

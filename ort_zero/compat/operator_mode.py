@@ -1,6 +1,6 @@
 """See each operator that PyTorch runs, and the autograd nodes behind a result.
 
-Torch's own ``DebugMode`` came with torch 2.9, and keeps texts and hashes; this mode hands on the tensors.
+Torch's own ``DebugMode`` keeps texts and hashes of operators; this mode hands on the tensors.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def name_of(operator: Any) -> str:
 
 
 _DRAWN_AGAIN = ("run_and_save_rng_state", "run_with_rng_state")
-"""The calls in which a region of activation checkpointing draws, and draws the same again in the backward."""
+"""Operators of a traced graph that run a checkpointed region (activation checkpointing), whose draws are repeated."""
 
 
 def is_random(target: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ort_zero import log
 from ort_zero.compat import torch_compile
-from ort_zero.compat.dynamo_guards import plain, way_out, words_of
+from ort_zero.compat.dynamo_guards import as_users_write, way_out, words_of
 
 _SHOWN = 3
 """Changes that are shown of one recompilation: each earlier graph differs by one."""
@@ -73,7 +73,7 @@ class Recompilations:
 
     def note_guards(self, guards: Sequence[str]) -> None:
         """Log under which conditions the newest graph is used again; checks of types and of containers are counted."""
-        values = [plain(guard) for guard in guards if "___" not in guard and " is not None" not in guard]
+        values = [as_users_write(guard) for guard in guards if "___" not in guard and " is not None" not in guard]
         log.get_logger().log(
             log.DEVINFO, "%s, graph %d, %d guards: %s", self.unit, self.graphs, len(guards), "; ".join(values)
         )

@@ -153,7 +153,7 @@ class Conversion:
         return flat.view(tensor.shape)
 
     def save(self, folder: Folder, name: str, content: Any, reported_name: str | None = None) -> None:
-        """Write a file with ``torch.save``; `reported_name` is its name in the report, if it differs."""
+        """Write `content` into a file by ``torch.save``, and report the file, under `reported_name` if given."""
         self.begun.append(reported_name or name)
         with folder.writing(name, self.new.save_id) as stream:
             torch.save(content, stream)

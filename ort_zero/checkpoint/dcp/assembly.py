@@ -77,7 +77,10 @@ class CheckpointContents:
         strides: tuple[int, ...] | None = None,
         number: float | None = None,
     ) -> None:
-        """Add a tensor that lies in `blocks`; `number` is the value of an optimizer's number without dimensions."""
+        """Add a tensor of the checkpoint, whose elements are in `blocks`.
+
+        `number` is the element of an optimizer state without dimensions, such as ``step``, as a Python number.
+        """
         if meaning.kind == names.STATE:
             check_state_name(meaning.state, self.folder.path())
         try:

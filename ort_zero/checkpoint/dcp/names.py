@@ -58,7 +58,7 @@ class Value:
     tensor: Tensor | None
     """The tensor, whose kind is not known yet; None for a value that is no tensor."""
     content: Any = None
-    """The value; for a tensor without dimensions the number."""
+    """The value of the key; where a tensor without dimensions is stored, its element as a Python number."""
 
 
 def meanings(paths: Sequence[tuple[str | int, ...]]) -> list[Meaning]:
@@ -67,10 +67,10 @@ def meanings(paths: Sequence[tuple[str | int, ...]]) -> list[Meaning]:
     found = [_meaning(path, has_models) for path in paths]
     names = [str(each.name) for each in found if each.kind == WEIGHT]
     prefix = "module." if names and all(name.startswith("module.") for name in names) else ""
-    return [each._replace(name=plain(each.name, prefix)) for each in found]
+    return [each._replace(name=without_wrappers(each.name, prefix)) for each in found]
 
 
-def plain(name: str | int, prefix: str = "") -> str | int:
+def without_wrappers(name: str | int, prefix: str = "") -> str | int:
     """Return a name without `prefix`, and without what FSDP and torch.compile put before its parts."""
     return _WRAPPERS.sub("", f".{name}").removeprefix(".").removeprefix(prefix) if isinstance(name, str) else name
 

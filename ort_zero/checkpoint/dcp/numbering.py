@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from ort_zero.checkpoint.dcp.names import Options, Value, plain
+from ort_zero.checkpoint.dcp.names import Options, Value, without_wrappers
 from ort_zero.checkpoint.files.dtypes import is_floating
 from ort_zero.checkpoint.records import Tensor
 
@@ -56,7 +56,9 @@ def _form_of(values: Sequence[Value], sharded: set[str]) -> Form:
 
 
 def _stored_name(name: str, weights: Mapping[str, Tensor]) -> str | None:
-    return next((n for n in (str(plain(name)), str(plain(name, "module."))) if n in weights), None)
+    return next(
+        (n for n in (str(without_wrappers(name)), str(without_wrappers(name, "module."))) if n in weights), None
+    )
 
 
 def _fitting(
