@@ -67,7 +67,11 @@ class CompileEngine(Engine[GraphRecord]):
     def timed_keys(self, unit: nn.Module, unit_class: str) -> list[str] | None:
         """Return the keys of the placed segments of a unit's class; None if it is not to be timed."""
         # the loss that a head makes cheaper is not in the head's own time
-        return None if is_head(unit) else self.placed_segments(unit_class)
+        return None if self._defers(unit) else self.placed_segments(unit_class)
+
+    def _defers(self, unit: nn.Module) -> bool:
+        """Return True for a head that leaves its logits to the loss."""
+        return bool(self.settings.loss_devices) and is_head(unit)
 
     def placed_segments(self, unit_class: str) -> list[str] | None:
         """Return the keys of the placed segments of a class of units; None if its units may not be timed.
@@ -92,8 +96,8 @@ class CompileEngine(Engine[GraphRecord]):
         return self._times_units and self.settings.save_onnx is None and env.request_file(env.EXPLAIN) is None
 
     def is_tried(self, unit: nn.Module, unit_class: str) -> bool:
-        """Return True for a head, and once it is known what runs the segments of the class."""
-        return is_head(unit) or self.placed_segments(unit_class) is not None
+        """Return True for a head that defers, and once it is known what runs the segments of the class."""
+        return self._defers(unit) or self.placed_segments(unit_class) is not None
 
     def has_failed(self, unit_class: str) -> bool:
         """Return True if a segment of a class of units has failed or differed."""
@@ -101,7 +105,7 @@ class CompileEngine(Engine[GraphRecord]):
 
     def goes_to_torch(self, unit: nn.Module, unit_class: str) -> bool:
         """Return True if nothing that compiles can win a unit; once True, the answer stays True."""
-        if is_head(unit):
+        if self._defers(unit):
             return False
         lost = self.lost(unit_class)
         device = next((parameter.device for parameter in parameters_of(unit)), torch.device("cpu"))

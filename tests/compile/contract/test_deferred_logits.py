@@ -291,6 +291,14 @@ def test_where_logits_are_computed_at_once(how: str):
         assert type(compiled(ids)) is torch.Tensor
 
 
+def test_a_head_that_computes_its_logits_is_timed_as_other_units_are():
+    compiled, _ = wrapped(Model(), fuse_loss="off", place="measured")
+    inputs = batch()
+    for _ in range(100):
+        trained(compiled, as_module, *inputs)
+    assert ort_zero.status()["models"][-1]["compiled"]["settled"]
+
+
 def test_a_head_on_another_kind_of_device_computes_its_logits():
     head, hidden = nn.Linear(16, CLASSES), torch.randn(3, 16)
     for devices, kind in ((("cpu",), DeferredLogits), (("cuda",), torch.Tensor)):
