@@ -20,6 +20,7 @@ from ort_zero.compile.inductor import InductorCompiler
 from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.records import GraphRecord, SegmentRecord
 from ort_zero.compile.settings import Settings
+from ort_zero.compile.trial import Trial
 from ort_zero.runtimes.agreement import Runner
 from ort_zero.units.engine import Engine
 
@@ -27,6 +28,9 @@ _LITTLE = 0.5
 """Share of a model's floating-point operations in ONNX Runtime below which a warning says so."""
 _MIN_SHARE = 0.1
 """Share of a unit's operations in ONNX Runtime below which Dynamo's and AOTAutograd's time is not worth it."""
+_RARELY = 256
+"""A graph that runs this many times less often than another one of its class, such as that of a rare length, may never
+run often enough to be timed: the class does not wait for it. Models have fewer equal layers than this."""
 _MIN_GAIN = 4e-4
 """Seconds that Dynamo's guards, AOTAutograd's code and calls of operators from Python take in a forward and a backward
 of a unit: 0.25 to 0.5 ms in layers of five architectures that are too small for any other time."""
@@ -79,11 +83,9 @@ class CompileEngine(Engine[GraphRecord]):
         They may not while segments are to be timed, or if segments never are. With recomputation they never may, since
         PyTorch's own forward keeps all for its backward.
         """
-        trials = [segment.trial for graph in self._graphs_to_place(unit_class) for segment in graph.segments]
-        are_placed = all(trial.runner is not None for trial in trials)
-        if not self._graphs_to_place(unit_class) or not are_placed or not self._times_units:
-            return None
-        return [trial.key for trial in trials]
+        graphs = self._graphs_to_place(unit_class)
+        placed = _placed(graphs)
+        return [trial.key for trial in placed] if graphs and placed is not None and self._times_units else None
 
     @property
     def _times_units(self) -> bool:
@@ -183,11 +185,12 @@ class CompileEngine(Engine[GraphRecord]):
 
     def is_settled(self, units_are_settled: bool) -> bool:
         """Return True once each segment, and each unit that is timed, has the runtime that runs it from now on."""
-        trials = [segment.trial for graph in self._first_graphs() for segment in graph.segments]
-        is_placed = bool(self.graphs or self.units_in_torch) and all(trial.runner is not None for trial in trials)
-        if self.is_stale or self.memory.is_open:
+        if self.is_stale or self.memory.is_open or not (self.graphs or self.units_in_torch):
             return False
-        return is_placed and (units_are_settled or not self._times_units)
+        first = self._first_graphs()
+        by_class = [[graph for graph in first if graph.unit == unit] for unit in {graph.unit for graph in first}]
+        are_placed = all(_placed(graphs) is not None for graphs in by_class)
+        return are_placed and (units_are_settled or not self._times_units)
 
     def status(self, units_are_settled: bool) -> dict[str, Any]:
         """Return the engine's own keys of the model's entry in ``ort_zero.status()``."""
@@ -231,3 +234,12 @@ class CompileEngine(Engine[GraphRecord]):
             "reasons": {name: why for graph in self.graphs for name, why in graph.reasons.items()},
             "failed": {s.trial.key: s.trial.reason for s in segments if s.trial.failed},
         }
+
+
+def _placed(graphs: Sequence[GraphRecord]) -> list[Trial] | None:
+    """Return the placed trials of the graphs of a class; None while one is not placed and does not run rarely."""
+    trials = [segment.trial for graph in graphs for segment in graph.segments]
+    most = max((trial.runs for trial in trials), default=0)
+    if any(trial.runner is None and _RARELY * trial.runs >= most for trial in trials):
+        return None
+    return [trial for trial in trials if trial.runner is not None]

@@ -96,8 +96,8 @@ class UnitForward:
         """Whether the unit is compiled since a training call, which need not be its first one."""
         self.is_timed = False
         """Whether calls are timed, by each runner in turn."""
-        self.is_settled = False
-        """Whether it is decided what runs the unit."""
+        self.is_settled = True
+        """Whether it is decided what runs the unit; no training call, nothing to decide."""
         functools.update_wrapper(self, original, updated=())
         self.__signature__ = inspect.signature(types.MethodType(original, unit))
 
@@ -168,6 +168,7 @@ class UnitForward:
 
     def _starts_compiled(self, inputs: Any) -> bool:
         """Return True if the unit is compiled from now on; False if PyTorch runs the call, or all calls."""
+        self.is_settled = False
         runner = self.runner.starts_in(self.unit, inputs)
         if runner is Runner.TORCH:
             self.compiled = None

@@ -251,3 +251,26 @@ def test_the_smallest_and_the_largest_unit_of_a_class_are_tried_first(tmp_path, 
         assert status["runners"]["Layer"]["units"] == {"torch": 5} and status["compiled"]["settled"]
         agreement.cache_clear()
         assert trained(model, 1)["compiled"]["dynamo_graphs"] == 0, "the decision on the others is kept too"
+
+
+def test_units_without_training_calls_and_graphs_of_rare_sizes_hold_nothing_up(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORT_ZERO_CACHE_DIR", str(tmp_path))
+    agreement.cache_clear()
+
+    class Tower(nn.Module):
+        """A frozen layer without gradients, a layer that is never called, and one that trains."""
+
+        def __init__(self):
+            super().__init__()
+            self.frozen, self.unused, self.trained = Layer(), Layer(), Layer()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                seen = self.frozen(x)
+            return self.trained(x) + seen.sum()
+
+    assert trained(Tower(), 60)["compiled"]["settled"]
+    ours = ort_zero.wrap(Layer(), backend="compile")
+    for rows in [3] + 560 * [2]:  # the first size has a graph of its own, and never comes again
+        ours(torch.randn(rows, 64, requires_grad=True)).sum().backward()
+    assert _models[ours].status()["compiled"]["settled"]
