@@ -20,7 +20,8 @@ def train(folder: str) -> dict[str, Any]:
 
     config = ds_config(3, ort=True, gas=2, stage3_param_persistence_threshold=0)
     config["csv_monitor"] = {"enabled": True, "output_path": f"{folder}/csv", "job_name": "run"}
-    config["ort_zero"]["compile"] = {"place": "ort"}  # measured on a busy machine, a unit may go back and lose its graphs
+    # measured on a busy machine, a unit may go back to PyTorch and lose its graphs
+    config["ort_zero"]["compile"] = {"place": "ort"}
     config["ort_zero"]["metrics"] = {"path": f"{folder}/metrics.{{rank}}.prom", "every": 2}
 
     def engine_of(config: dict[str, Any]) -> Any:
