@@ -52,7 +52,7 @@ COMMANDS = """
 `ort-zero COMMAND`, or `python -m ort_zero COMMAND`. Exit status: 0 = done, or the same; 1 = a difference, a failed
 verification, a problem to fix; 2 = bad input or usage. Every command takes `--json` (one JSON object on stdout),
 `--quiet` (errors alone), `--debug` (an error's traceback; also `ORT_ZERO_DEBUG=1`) and `--help`. Several commands take
-these: all that read checkpoints `--trust-pickle` and `--tp-split`, all that start a script `--launcher`.
+these: all that read checkpoints `--tp-split`, all that start a script `--launcher`.
 
 | argument | effect |
 |---|---|

@@ -102,13 +102,13 @@ def checkpoints_below(
                 yield from checkpoints_below(folder.child(child), depth - 1, inner, (*above, place))
 
 
-def condition_of(candidate: Candidate, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Condition:
+def condition_of(candidate: Candidate, tp_split: Sequence[str] = ()) -> Condition:
     """Return the condition of a checkpoint, from its manifest, headers and file sizes."""
     folder = candidate.folder
     if candidate.format is None:
         return Condition(source=None, whole=False, reason=f"no {manifest.NAME}: the save was interrupted")
     try:
-        source = open_in(folder, trust_pickle, tp_split)
+        source = open_in(folder, tp_split)
         wrong = _wrong_size(source, folder)
         if wrong:
             return Condition(source=source, whole=False, reason=wrong)
@@ -150,11 +150,10 @@ def find(path: str, tag: str | None = None) -> LocatedCheckpoint:
     return LocatedCheckpoint(inner.folder, inner.notes, folder if tag is None else None)
 
 
-def find_source(path: str, tag: str | None = None, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Source:
+def find_source(path: str, tag: str | None = None, tp_split: Sequence[str] = ()) -> Source:
     """Find and open the checkpoint that `path` and `tag` mean; its notes name newer checkpoints that were skipped.
 
     Args:
-        trust_pickle: unpickle every object in DeepSpeed's files, which can run code from the files.
         tp_split: rules for how DeepSpeed's tensor-parallel ranks share tensors.
 
     Raises:
@@ -163,7 +162,7 @@ def find_source(path: str, tag: str | None = None, trust_pickle: bool = False, t
     """
     located = find(path, tag)
     try:
-        source = open_in(located.folder, trust_pickle, tp_split)
+        source = open_in(located.folder, tp_split)
         wrong = _wrong_size(source, located.folder) if located.by_latest else None
         if wrong:  # checked now, since a user who gave no tag may want another checkpoint
             raise CorruptCheckpointError(located.folder.path(wrong))
@@ -282,7 +281,7 @@ def note_on_other(folder: Folder) -> tuple[str, ...]:
     return (note,)
 
 
-def open_in(folder: Folder, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Source:
+def open_in(folder: Folder, tp_split: Sequence[str] = ()) -> Source:
     """Open the checkpoint in `folder` itself, in any format; other arguments as of :func:`find_source`."""
     with collection_paused():
         ours = manifest.read(folder)
@@ -292,7 +291,7 @@ def open_in(folder: Folder, trust_pickle: bool = False, tp_split: Sequence[str] 
             from ort_zero.checkpoint.deepspeed.reader import open_deepspeed
 
             try:
-                return _with_remarks(with_seal(open_deepspeed(folder, trust_pickle, tp_split), folder))
+                return _with_remarks(with_seal(open_deepspeed(folder, tp_split), folder))
             except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
                 # a pickle can hold any values; the readers check the usual ones, and hostile ones cause these errors
                 said = f"{type(error).__name__}: {error}"

@@ -12,9 +12,9 @@ import struct
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from isal.isal_zlib import crc32
 
@@ -23,9 +23,6 @@ from ort_zero.checkpoint.records import Checksum, File
 from ort_zero.checkpoint.restricted_pickle.rebuild import read_pickle
 from ort_zero.checkpoint.restricted_pickle.values import HostilePickleError, MalformedPickleError, StoredTensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
-
-if TYPE_CHECKING:
-    import torch
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 """Fixed part of a zip's local file header; the record's name and extra fields follow."""
@@ -71,18 +68,11 @@ have the same pickle."""
 
 
 def open_torch_file(
-    folder: Folder,
-    name: str,
-    trust_pickle: bool = False,
-    cache: Contents | None = None,
-    start: int = 0,
-    length: int | None = None,
+    folder: Folder, name: str, cache: Contents | None = None, start: int = 0, length: int | None = None
 ) -> TorchFile:
     """Return the content of a ``.pt`` file, or of a range of a file that holds one.
 
     Args:
-        trust_pickle: let torch unpickle the file, which can import any module and call any function. Otherwise nothing
-            is imported or called.
         cache: contents of files opened before, to which this file is added. Files with the same pickle then share one
             content, which the caller must not change.
         start: first byte of the range.
@@ -108,7 +98,7 @@ def open_torch_file(
     order = by_name.get("byteorder")
     if order is not None and data.read(order.offset, order.length).decode(errors="replace") != sys.byteorder:
         raise CheckpointError(f"{path} was written on a machine of another byte order; convert it there")
-    content, opaque = _content(data, by_name, trust_pickle, {} if cache is None else cache)
+    content, opaque = _content(data, by_name, {} if cache is None else cache)
     file = File(name=name, size=start + data.size, records=_checked(records, start))
     return TorchFile(file, content, prefix, opaque, start)
 
@@ -220,37 +210,30 @@ def _not_a_zip(path: str, start: bytes, error: Exception) -> CheckpointError:
     return CorruptCheckpointError(f"{path} is not a file of torch.save ({error})")
 
 
-def _content(
-    data: _Bytes, records: Mapping[str, _Record], trust_pickle: bool, cache: Contents
-) -> tuple[Any, frozenset[str]]:
+def _content(data: _Bytes, records: Mapping[str, _Record], cache: Contents) -> tuple[Any, frozenset[str]]:
     """Return the content of a file's pickle, and the names of the unknown classes in it."""
-    path = data.path
     storages = {key.removeprefix(_DATA): (r.offset, r.length) for key, r in records.items() if key.startswith(_DATA)}
-    check = functools.partial(_check_place, path, dict(storages.values()), data.size)
-    try:
-        if trust_pickle:
-            from ort_zero.compat import torch_load
+    pickled = data.read(records[_PICKLE].offset, records[_PICKLE].length)
+    key = (pickled, data.size, *storages.items())
+    if key not in cache:
+        check = functools.partial(_check_place, data.path, dict(storages.values()), data.size)
+        cache[key] = read_pickle_of(data.path, pickled, storages, check)
+    return cache[key]
 
-            with data.open() as stream:
-                content = torch_load.load_trusted(stream, lambda tensor, offset: check(_stored(tensor, offset)))
-            return content, frozenset()
-        pickled = data.read(records[_PICKLE].offset, records[_PICKLE].length)
-        key = (pickled, data.size, *storages.items())
-        if key not in cache:
-            cache[key] = read_pickle(pickled, storages, check)
-        return cache[key]
+
+def read_pickle_of(
+    path: str, data: bytes, storages: Mapping[str, tuple[int, int]], check: Callable[[StoredTensor], Any]
+) -> tuple[Any, frozenset[str]]:
+    """Return the result of :func:`read_pickle`; errors name the file `path`."""
+    try:
+        return read_pickle(data, storages, check)
     except HostilePickleError as error:
         raise CheckpointError(
-            f"{path} calls {error}, which no checkpoint needs and which can run code when the file is loaded; "
-            "--trust-pickle (trust_pickle=True) executes it in DeepSpeed's files, no option in others: pass the option "
-            "only if you trust the file as you trust a program"
+            f"{path} calls {error}, which no checkpoint needs and which runs code where torch.load executes the file; "
+            "nothing was called: do not use the file unless you know who wrote it"
         ) from None
     except MalformedPickleError as error:
         raise CheckpointError(f"{path} cannot be unpickled: {error}") from None
-    except (CheckpointError, OSError):
-        raise
-    except Exception as error:  # code in a trusted pickle may raise any exception
-        raise CheckpointError(f"{path} cannot be unpickled: {type(error).__name__}: {error}") from error
 
 
 def _check_place(path: str, lengths: Mapping[int, int], size: int, value: StoredTensor) -> StoredTensor:
@@ -275,14 +258,3 @@ def _check_place(path: str, lengths: Mapping[int, int], size: int, value: Stored
             f"file has ({size})"
         )
     return value
-
-
-def _stored(tensor: torch.Tensor, storage_offset: int) -> StoredTensor:
-    """Return the record of a tensor whose storage begins at byte `storage_offset` of the file."""
-    return StoredTensor(
-        offset=storage_offset + int(tensor.storage_offset()) * tensor.element_size(),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        strides=tuple(tensor.stride()),
-        storage_offset=storage_offset,
-    )

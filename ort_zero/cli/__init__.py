@@ -38,7 +38,6 @@ def options_of(args: argparse.Namespace, function: Callable[..., Any]) -> dict[s
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of all commands that read checkpoints."""
-    parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
     text = (
         "how tensor-parallel ranks share tensors, where the checkpoint does not say it itself: PATTERN=DIM, "
         "PATTERN=DIM/N for N fused ones, or PATTERN=replicated, such as '*.o_proj.weight=1'; or a JSON file of such "

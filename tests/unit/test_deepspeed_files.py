@@ -140,8 +140,6 @@ def test_an_object_of_a_foreign_class_is_a_record_and_not_made(tmp_path, stage):
     found = find_source(str(tmp_path / "c"))
     assert len(found.tensors) == TENSORS and Foreign.made == 0
     assert any(f"{Foreign.__module__}.Foreign" in note for note in found.notes)
-    assert len(find_source(str(tmp_path / "c"), trust_pickle=True).tensors) == TENSORS
-    assert Foreign.made == 1
 
 
 def test_a_function_in_a_pickle_is_not_called(tmp_path):
@@ -150,7 +148,9 @@ def test_a_function_in_a_pickle_is_not_called(tmp_path):
             return Path.touch, (tmp_path / "exploded",)
 
     write(tmp_path / "c", 2, lambda name, content: content.update(bomb=Bomb()))
-    refused(tmp_path / "c", OPTIMIZER.format(0).replace("zero_pp_rank_0_", "")[:5], "--trust-pickle", CheckpointError)
+    refused(
+        tmp_path / "c", OPTIMIZER.format(0).replace("zero_pp_rank_0_", "")[:5], "nothing was called", CheckpointError
+    )
     assert not (tmp_path / "exploded").exists()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,8 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch, tmp_path):
+def offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for module in ("dynamic_module_utils", "utils.hub", "utils"):
-        found = sys.modules.get(f"transformers.{module}")
-        if hasattr(found, "HF_MODULES_CACHE"):
-            monkeypatch.setattr(found, "HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
 def gpt2() -> GPT2LMHeadModel:
@@ -124,62 +119,13 @@ def test_a_sentence_transformer_is_one_model_under_the_names_of_its_transformer(
     assert all(torch.equal(loaded[name], value) for name, value in inner.state_dict().items())
 
 
-CONFIGURATION = """
-from transformers import PretrainedConfig
-
-class TinyConfig(PretrainedConfig):
-    model_type = "tiny"
-"""
-MODELING = """
-import torch
-from transformers import PreTrainedModel
-from .configuration_tiny import TinyConfig
-from .tiny_parts import size
-
-class TinyModel(PreTrainedModel):
-    config_class = TinyConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.inner = torch.nn.Linear(size(), size())
-        self.post_init()
-
-    def forward(self, x):
-        return self.inner(x)
-"""
-
-
-def test_remote_code_that_the_configuration_names_and_no_other(tmp_path, capsys):
-    run = save(tmp_path / "run", torch.nn.ModuleDict({"inner": torch.nn.Linear(3, 3)}))
-    config = {
-        "model_type": "tiny",
-        "architectures": ["TinyModel"],
-        "auto_map": {
-            "AutoConfig": "configuration_tiny.TinyConfig",
-            "AutoModel": "modeling_tiny.TinyModel",
-            "AutoTokenizer": ["owner/other--tokenization.Tokens", None],
-            "AutoProcessor": "../secret.Processor",
-        },
-    }
-    (run / "config.json").write_text(json.dumps(config))
-    (run.parent / "secret.py").write_text("")
-    for name in ("owner/other--tokenization.py", "train.py", "setup.py", "tokenization.py"):
-        (run / name).parent.mkdir(exist_ok=True)
-        (run / name).write_text("raise SystemExit")
-    (run / "configuration_tiny.py").write_text(CONFIGURATION)
-    (run / "modeling_tiny.py").write_text(MODELING)
-    assert cli.main(["aggregate", str(run), str(tmp_path / "lacking"), "--dry-run"]) == 0
-    (run / "tiny_parts.py").write_text("def size():\n    return 3\n")
-    aggregate(run, tmp_path / "out", progress=False)
-    assert {path.name for path in (tmp_path / "out").glob("*.py")} == {
-        "configuration_tiny.py", "modeling_tiny.py", "tiny_parts.py",
-    }  # fmt: skip
-    model = transformers.AutoModel.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    assert type(model).__name__ == "TinyModel" and model.inner.weight.shape == (3, 3)
-    capsys.readouterr()
-    (run / "modeling_tiny.py").unlink()
-    assert cli.main(["aggregate", str(run), str(tmp_path / "other")]) == 0
-    assert "remote code that is not beside the checkpoint: modeling_tiny.py" in capsys.readouterr().out
+def test_python_code_is_named_and_not_copied(tmp_path, capsys):
+    run = save(tmp_path / "run", torch.nn.Linear(3, 3))
+    (run / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "modeling_tiny.TinyModel"}}))
+    (run / "modeling_tiny.py").write_text("raise SystemExit")
+    assert cli.main(["aggregate", str(run), str(tmp_path / "out")]) == 0
+    assert "names Python code (auto_map)" in capsys.readouterr().out
+    assert not list((tmp_path / "out").glob("*.py"))
 
 
 def test_our_format_keeps_what_the_trainer_wrote_beside_it(tmp_path):

@@ -17,7 +17,6 @@ from ort_zero.checkpoint.aggregation.streaming import Findings, Streamer
 from ort_zero.checkpoint.files.allowed_names import is_config_name
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.finding import find_source
-from ort_zero.checkpoint.model_files import remote_code
 from ort_zero.checkpoint.model_files.adapters import Merge
 from ort_zero.checkpoint.model_files.config_files import ConfigFile, config_files_beside, with_dtype
 from ort_zero.checkpoint.model_files.selection import ADAPTER, Selected, select
@@ -107,7 +106,6 @@ def aggregate(
     verify: bool = True,
     overwrite: bool = False,
     strict: bool = False,
-    trust_pickle: bool = False,
     tp_split: Sequence[str] = (),
     strip_prefix: Sequence[str] = (),
     rename: Sequence[str] = (),
@@ -142,7 +140,6 @@ def aggregate(
             files, and the optimizer's state are replaced or removed; other files stay. Weights under other names, which
             could be loaded in place of the new ones, are an error.
         strict: refuse weights with NaN or inf, or with values too large for `dtype`, instead of a warning.
-        trust_pickle: unpickle every object in DeepSpeed's files, which can run code from the files.
         tp_split: how tensor-parallel ranks share tensors, if the checkpoint does not record it: rules such as
             "*.o_proj.weight=1", or names of JSON files of rules.
         strip_prefix: prefixes to remove from the names of tensors, one after the other.
@@ -168,7 +165,7 @@ def aggregate(
         if weights_from not in ("masters", "module"):
             raise CheckpointError(f"weights_from is {weights_from!r}, choose from masters, module")
         if ranks.rank == 0:
-            source = find_source(os.fspath(src), tag, trust_pickle, tp_split).with_weights_of(weights_from)
+            source = find_source(os.fspath(src), tag, tp_split).with_weights_of(weights_from)
             configs = _configs(source, os.fspath(src))
             selected = select(
                 source,
@@ -318,11 +315,9 @@ def _prepare(
 def _missing_files(selected: Selected, small_files: Mapping[str, bytes], existing: list[str]) -> list[str]:
     """Return one sentence per kind of file that ``from_pretrained`` needs and that the destination will lack."""
     sentences = []
-    code = [name for name in remote_code.missing_from(small_files) if name not in existing]
-    if code:
+    if any(b'"auto_map"' in content for content in small_files.values()):
         sentences.append(
-            f"the configuration names remote code that is not beside the checkpoint: {', '.join(code)}; put it into "
-            "the destination, from_pretrained needs it"
+            "the configuration names Python code (auto_map), which is not copied: put its files into the destination"
         )
     if "config.json" not in {*small_files, *existing, *selected.left_out}:
         sentences.append(
@@ -350,18 +345,9 @@ def _write(
     threads = _thread_count(workers, sum(file.size for file in rank_files))
     total = _source_bytes(rank_files)
     try:
-        with (
-            ranks.raise_on_all("writing"),
-            bar(total, "aggregate", shown=shown and not ranks.rank) as progress,
-        ):
+        with ranks.raise_on_all("writing"), bar(total, "aggregate", shown=shown and not ranks.rank) as progress:
             streamer = Streamer(
-                folder,
-                job.files,
-                target,
-                job.token,
-                merges=job.merges,
-                verify=verify,
-                advance=progress.update,
+                folder, job.files, target, job.token, merges=job.merges, verify=verify, advance=progress.update
             )
             streamer.write(rank_files, threads)
         if verify:

@@ -133,4 +133,4 @@ def is_left_over(name: str) -> bool:
     if match is None:
         return False
     name = match["name"]
-    return is_config_name(name) or name.endswith(".py") or _family(name) is not None
+    return is_config_name(name) or _family(name) is not None

@@ -81,7 +81,6 @@ class Conversion:
     "ort_zero", "deepspeed", "universal" or "dcp"."""
     sub_group_size: int
     """Number of elements of one rank at which a sub-group of ZeRO-3 is full."""
-    trust_pickle: bool
     files: dict[str, int] = field(default_factory=dict)
     """Size in bytes of each file that this rank has written, by name."""
     begun: list[str] = field(default_factory=list)
@@ -134,7 +133,7 @@ class Conversion:
             return without_training_state(self.source)
         from ort_zero.checkpoint.deepspeed.training_state import read_deepspeed_training_state
 
-        return read_deepspeed_training_state(self.folder, self.source, rank, self.trust_pickle)
+        return read_deepspeed_training_state(self.folder, self.source, rank)
 
     def buffers_of(self, rank: int) -> dict[str, Tensor]:
         """Return the buffers of a rank of the new checkpoint."""

@@ -122,11 +122,7 @@ def _optimizer_state(work: Conversion, flats: list[FlatGroup], saved: TrainingSt
     inner = {"state": state, "param_groups": param_groups(work, numbers)}
     content = {**scale_of(work, saved), "zero_stage": deepspeed_files.stage_number(work.new.zero_stage)}
     if zero3:
-        content |= {
-            "partition_count": work.new.world_size,
-            "optimizer_state_dict": inner,
-            "fp32_flat_groups": masters,
-        }
+        content |= {"partition_count": work.new.world_size, "optimizer_state_dict": inner, "fp32_flat_groups": masters}
         return content
     slices = [
         OrderedDict((p.name, deepspeed_files.fragment(p.offset, p.length)) for p in flat.places) for flat in flats

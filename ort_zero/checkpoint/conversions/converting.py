@@ -81,7 +81,6 @@ def convert(
     dtype: str = "keep",
     sub_group_size: int = SUB_GROUP_SIZE,
     overwrite: bool = False,
-    trust_pickle: bool = False,
     tp_split: Sequence[str] = (),
     ranks: RankGroup | None = None,
     progress: bool = True,
@@ -102,7 +101,6 @@ def convert(
         dtype: dtype of the module's weights: "keep", "fp32", "fp16" or "bf16".
         sub_group_size: DeepSpeed's option ``sub_group_size`` of the run that will load a checkpoint of ZeRO-3.
         overwrite: replace an existing checkpoint with the same tag.
-        trust_pickle: unpickle every object in DeepSpeed's files, which can run code from the files.
         tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
         ranks: ranks that share the files; all must call.
         progress: show a progress bar on a terminal.
@@ -117,7 +115,7 @@ def convert(
     prepared: Any = None
     with ranks.raise_on_all("preparing the conversion"):
         if ranks.rank == 0:
-            source = find_source(os.fspath(src), tag, trust_pickle, tp_split)
+            source = find_source(os.fspath(src), tag, tp_split)
             if not source.weights():
                 raise CheckpointError(f"{source.root} holds no weights, so there is nothing to convert")
             new = _described(source, to, world_size, stage, dtype, sub_group_size)
@@ -126,9 +124,7 @@ def convert(
             target = _make_target(open_folder(dst), place, new)
             prepared = source, new, target
     source, new, target = ranks.broadcast(prepared)
-    work = Conversion(
-        source=source, target=open_folder(target), new=new, sub_group_size=sub_group_size, trust_pickle=trust_pickle
-    )
+    work = Conversion(source=source, target=open_folder(target), new=new, sub_group_size=sub_group_size)
     written = False
     try:
         _write(work, ranks, progress)

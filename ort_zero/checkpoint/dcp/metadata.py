@@ -12,13 +12,8 @@ from typing import Any, NamedTuple
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.allowed_names import is_plain_name
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.restricted_pickle.rebuild import read_pickle
-from ort_zero.checkpoint.restricted_pickle.values import (
-    HostilePickleError,
-    MalformedPickleError,
-    OpaqueObject,
-    TorchConstant,
-)
+from ort_zero.checkpoint.restricted_pickle.values import MalformedPickleError, OpaqueObject, TorchConstant
+from ort_zero.checkpoint.torch_file import read_pickle_of
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 NAME = ".metadata"
@@ -56,12 +51,7 @@ class Entry:
 def read_metadata(folder: Folder) -> list[Entry]:
     """Return the entries of the checkpoint in `folder`, in the order of the saved state dict."""
     path = folder.path(NAME)
-    try:
-        content, _ = read_pickle(folder.read(NAME, limit=_MAX_BYTES), {}, _no_tensor)
-    except HostilePickleError as error:
-        raise CheckpointError(f"{path} calls {error}, which no checkpoint needs; nothing was called") from None
-    except MalformedPickleError as error:
-        raise CorruptCheckpointError(f"{path} cannot be unpickled: {error}") from None
+    content, _ = read_pickle_of(path, folder.read(NAME, limit=_MAX_BYTES), {}, _no_tensor)
     try:
         fields = _fields(content, "Metadata")
         places = dict(_places(folder, fields["storage_data"]))

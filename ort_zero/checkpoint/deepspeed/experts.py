@@ -93,7 +93,7 @@ class Experts:
         return f"{match['layer']}.{number}.{match['rest']}"
 
 
-def open_experts(folder: Folder, names: Iterable[str], files: StateFiles, trust_pickle: bool) -> Experts:
+def open_experts(folder: Folder, names: Iterable[str], files: StateFiles) -> Experts:
     """Return the experts of a checkpoint, having checked that no expert's file is missing."""
     by_place: dict[tuple[int, int], str] = {}
     optimizers = []
@@ -108,11 +108,11 @@ def open_experts(folder: Folder, names: Iterable[str], files: StateFiles, trust_
     _check_complete(folder, by_place, files.module.get("num_experts"))
     experts = Experts(files)
     for (layer, _), name in sorted(by_place.items()):
-        file = open_part(folder, name, trust_pickle)
+        file = open_part(folder, name)
         experts.weights.append(file)
         for prefix in {match["layer"] for match in map(_EXPERT.fullmatch, file.content) if match}:
             experts.counts[prefix] = sum(1 for other, _ in by_place if other == layer)
-    experts.optimizers = [open_part(folder, name, trust_pickle) for name in sorted(optimizers)]
+    experts.optimizers = [open_part(folder, name) for name in sorted(optimizers)]
     files.notes += notes_on([*experts.weights, *experts.optimizers])
     if experts.optimizers:
         files.notes.append("the experts' optimizer was saved without ZeRO, and is not read; the weights are")

@@ -31,7 +31,7 @@ from ort_zero.checkpoint.records import Source
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 
-def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Source:
+def open_deepspeed(folder: Folder, tp_split: Sequence[str] = ()) -> Source:
     """Return the checkpoint in `folder`, having checked that none of its files is missing.
 
     Args:
@@ -58,15 +58,15 @@ def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequenc
     by_rank = names_by_model_rank(name for name in names if name not in zero3_modules) or {0: []}
     pipeline = None if universal_files else bool(layers)
     files = {
-        rank: open_state_files(folder, names_of_rank, trust_pickle, model_rank=rank, pipeline=pipeline)
+        rank: open_state_files(folder, names_of_rank, model_rank=rank, pipeline=pipeline)
         for rank, names_of_rank in by_rank.items()
     }
     topology = find_topology(files, layers if not universal_files else {})
     if universal_files:
         degree = topology.tensor_degree
-        rank = universal.read_universal(folder, files, degree, trust_pickle, rules, model_config(folder), zero3_modules)
+        rank = universal.read_universal(folder, files, degree, rules, model_config(folder), zero3_modules)
     else:
-        rank = _joined(folder, names, files, layers, topology, trust_pickle, rules)
+        rank = _joined(folder, names, files, layers, topology, rules)
     names_read = {*(tensor.name for tensor in rank.tensors), *rank.aliases, *rank.frozen}
     odd = next((name for name in names_read if not isinstance(name, str) or not name.isprintable()), None)
     if odd is not None:  # control characters can make a terminal show another text
@@ -140,7 +140,6 @@ def _joined(
     files: dict[int, StateFiles],
     layers: dict[int, dict[int, str]],
     topology: Topology,
-    trust_pickle: bool,
     tp_split: Sequence[Rule],
 ) -> ModelRank:
     """Return the whole model, joined from one or more model ranks."""
@@ -151,11 +150,10 @@ def _joined(
                 f"{folder.path()} has experts together with tensor or pipeline parallelism, "
                 f"which ort_zero does not read; {WAY_OUT}"
             )
-        experts = open_experts(folder, names, files[0], trust_pickle)
+        experts = open_experts(folder, names, files[0])
     degree = topology.tensor_degree
     opened = {
-        rank: {number: open_part(folder, name, trust_pickle) for number, name in of_rank.items()}
-        for rank, of_rank in layers.items()
+        rank: {number: open_part(folder, name) for number, name in of_rank.items()} for rank, of_rank in layers.items()
     }
     for number, states in files.items():
         if opened:

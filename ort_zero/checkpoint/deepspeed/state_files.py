@@ -117,7 +117,7 @@ def whole_tensor(files: StateFiles, file: TorchFile, name: str, kind: str, store
 
 
 def open_state_files(
-    folder: Folder, names: Sequence[str], trust_pickle: bool, *, model_rank: int = 0, pipeline: bool | None = False
+    folder: Folder, names: Sequence[str], *, model_rank: int = 0, pipeline: bool | None = False
 ) -> StateFiles:
     """Return the files of one model rank of one tag.
 
@@ -132,7 +132,7 @@ def open_state_files(
         raise CorruptCheckpointError(f"{folder.path(f'mp_rank_{model_rank:02d}_model_states.pt')} is missing")
     shared: Contents = {}
     opened = {
-        name: open_states(folder, name, trust_pickle, pipeline, shared)
+        name: open_states(folder, name, pipeline, shared)
         for name in (*module_names, *rank_names.values(), *optimizer_names.values())
     }
     world_size = _world_size(folder, opened, max(len(optimizer_names), len(rank_names), 1))
@@ -162,9 +162,9 @@ def notes_on(opened: Sequence[TorchFile]) -> Iterator[str]:
         )
 
 
-def open_part(folder: Folder, name: str, trust_pickle: bool, shared: Contents | None = None) -> TorchFile:
+def open_part(folder: Folder, name: str, shared: Contents | None = None) -> TorchFile:
     """Return an opened file of DeepSpeed, a dictionary: of one layer or one expert, or of states."""
-    file = open_torch_file(folder, name, trust_pickle, shared)
+    file = open_torch_file(folder, name, shared)
     if not isinstance(file.content, dict):
         raise CorruptCheckpointError(f"{folder.path(name)} is not a file of DeepSpeed's: it holds no state_dict")
     if saved_under_other_name(file.saved_as, name):
@@ -177,15 +177,13 @@ def open_part(folder: Folder, name: str, trust_pickle: bool, shared: Contents | 
     return file
 
 
-def open_states(
-    folder: Folder, name: str, trust_pickle: bool, pipeline: bool | None = None, shared: Contents | None = None
-) -> TorchFile:
+def open_states(folder: Folder, name: str, pipeline: bool | None = None, shared: Contents | None = None) -> TorchFile:
     """Return one opened file of module or optimizer states.
 
     Args:
         shared: contents of other files of the tag; files with the same pickle share one content.
     """
-    file = open_part(folder, name, trust_pickle, shared)
+    file = open_part(folder, name, shared)
     key, kind = ("module", "module") if name.endswith("_model_states.pt") else ("optimizer_state_dict", "optimizer")
     if key == "module" and file.content.get(key, 0) is None:
         if pipeline is False:

@@ -12,14 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ort_zero.checkpoint.deepspeed.compare_values import is_constant, same_values
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, joined_optimizers
 from ort_zero.checkpoint.deepspeed.split_geometry import Split, block_of, first_rows, joined, replicated, split_along
-from ort_zero.checkpoint.deepspeed.split_rules import (
-    SYNTAX,
-    Rule,
-    SplitNotes,
-    model_sizes,
-    rule_for,
-    split_by_sizes,
-)
+from ort_zero.checkpoint.deepspeed.split_rules import SYNTAX, Rule, SplitNotes, model_sizes, rule_for, split_by_sizes
 from ort_zero.checkpoint.deepspeed.state_files import covered
 from ort_zero.checkpoint.records import BUFFER, MASTER, MAX_NAMED, WEIGHT, Tensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError

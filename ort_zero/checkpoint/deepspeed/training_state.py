@@ -37,13 +37,13 @@ _FIXED_KEYS = frozenset(
 """Keys that DeepSpeed itself writes into a module file; all other keys are the user's."""
 
 
-def read_deepspeed_training_state(folder: Folder, source: Source, rank: int, trust_pickle: bool) -> TrainingState:
+def read_deepspeed_training_state(folder: Folder, source: Source, rank: int) -> TrainingState:
     """Return the training state that `rank` saved; a rank that the saving run did not have gets rank 0's state.
 
     Args:
         rank: rank in the run that loads.
     """
-    file = _file_of(folder, source, rank, trust_pickle, RANK_MODULE_FILE, MODULE_FILE)
+    file = _file_of(folder, source, rank, RANK_MODULE_FILE, MODULE_FILE)
     assert file is not None, "the source was opened, so there is a module file"
     read = TorchValues(folder, file)
     content = file.content
@@ -61,7 +61,7 @@ def read_deepspeed_training_state(folder: Folder, source: Source, rank: int, tru
         client_state={key: read(v, f"client_state[{key!r}]") for key, v in content.items() if key not in _FIXED_KEYS},
         lr_scheduler=read(content.get("lr_scheduler"), "lr_scheduler"),
         lr_scheduler_class=_configured_scheduler(content.get("ds_config")),
-        loss_scaler=_loss_scaler(_optimizer_content(folder, source, rank, trust_pickle)),
+        loss_scaler=_loss_scaler(_optimizer_content(folder, source, rank)),
         extra_state=extra,
         data_sampler=read(content.get("data_sampler"), "data_sampler"),
         random_ltd=read(content.get("random_ltd"), "random_ltd"),
@@ -75,24 +75,24 @@ def _configured_scheduler(config: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _file_of(folder: Folder, source: Source, rank: int, trust_pickle: bool, *patterns: Any) -> TorchFile | None:
+def _file_of(folder: Folder, source: Source, rank: int, *patterns: Any) -> TorchFile | None:
     """Return the file of `rank` that matches the first pattern with any match; rank 0's file if `rank` has none."""
     names = next(iter(names_by_model_rank(source.files).values()))
     for pattern in patterns:
         by_rank = names_by_rank(folder, names, pattern)
         if by_rank:
-            return open_torch_file(folder, by_rank.get(rank) or by_rank[min(by_rank)], trust_pickle)
+            return open_torch_file(folder, by_rank.get(rank) or by_rank[min(by_rank)])
     return None
 
 
-def _optimizer_content(folder: Folder, source: Source, rank: int, trust_pickle: bool) -> dict[str, Any]:
+def _optimizer_content(folder: Folder, source: Source, rank: int) -> dict[str, Any]:
     """Return the state dict of ZeRO's optimizer in the checkpoint; an empty dict if there is none."""
-    file = _file_of(folder, source, rank, trust_pickle, OPTIMIZER_FILE)
+    file = _file_of(folder, source, rank, OPTIMIZER_FILE)
     if file is not None:
         return file.content["optimizer_state_dict"]
     if UNIVERSAL_OPTIMIZER_FILE not in source.files:
         return {}
-    content = open_torch_file(folder, UNIVERSAL_OPTIMIZER_FILE, trust_pickle).content
+    content = open_torch_file(folder, UNIVERSAL_OPTIMIZER_FILE).content
     return content if isinstance(content, dict) else {}
 
 
@@ -128,11 +128,7 @@ class TorchValues:
                 raise self._refused(where, f"torch.{value.kind} that this torch does not have") from None
         if isinstance(value, (OpaqueObject, ClassReference, StoredStorage)):
             name = getattr(value, "class_name", "storage of torch")
-            raise self._refused(
-                where,
-                f"{name}, a class that ort_zero does not import; checkpoint.load(..., trust_pickle=True) imports it, "
-                "and runs the code that the file names",
-            )
+            raise self._refused(where, f"{name}, a class that ort_zero does not import")
         if isinstance(value, dict):
             result = value.copy()  # a dict, an OrderedDict, a defaultdict or a Counter
             result.clear()

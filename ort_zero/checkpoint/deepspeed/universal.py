@@ -12,10 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ort_zero.checkpoint.deepspeed.experts import is_expert
-from ort_zero.checkpoint.deepspeed.file_names import (
-    UNIVERSAL_FOLDER,
-    UNIVERSAL_OPTIMIZER_FILE,
-)
+from ort_zero.checkpoint.deepspeed.file_names import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER_FILE
 from ort_zero.checkpoint.deepspeed.inner_optimizer import group_options, number_of
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, read_model_rank
 from ort_zero.checkpoint.deepspeed.split_rules import Rule
@@ -46,7 +43,6 @@ def read_universal(
     folder: Folder,
     files: Mapping[int, StateFiles],
     tensor_degree: int,
-    trust_pickle: bool,
     tp_split: Sequence[Rule],
     config: object,
     zero3_modules: Sequence[str] = (),
@@ -67,11 +63,10 @@ def read_universal(
             "use the checkpoint it was made from"
         )
     parameters = {
-        name: _read_parameter(first, name, shape if tensor_degree == 1 else None, trust_pickle)
-        for name, shape in shapes.items()
+        name: _read_parameter(first, name, shape if tensor_degree == 1 else None) for name, shape in shapes.items()
     }
     others = _not_trained(files, shapes, tensor_degree, tp_split, config)
-    optimizer, optimizer_file = _optimizer(first, files.values(), parameters, trust_pickle)
+    optimizer, optimizer_file = _optimizer(first, files.values(), parameters)
     tensors = [tensor for parameter in parameters.values() for tensor in parameter.tensors]
     kinds = {tensor.kind for tensor in tensors} - {MASTER}
     for kind in sorted(kinds):
@@ -81,7 +76,7 @@ def read_universal(
     others.tensors = [*tensors, *others.tensors]
     others.files += [file for parameter in parameters.values() for file in parameter.files]
     others.files += [optimizer_file] if optimizer_file is not None else []
-    others.files += [open_states(folder, name, trust_pickle) for name in zero3_modules]
+    others.files += [open_states(folder, name) for name in zero3_modules]
     others.optimizer = optimizer
     return others
 
@@ -104,7 +99,7 @@ def _trained_shapes(files: Iterable[StateFiles]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _read_parameter(states: StateFiles, name: str, shape: tuple[int, ...] | None, trust_pickle: bool) -> _Parameter:
+def _read_parameter(states: StateFiles, name: str, shape: tuple[int, ...] | None) -> _Parameter:
     """Return the tensors of one parameter.
 
     Args:
@@ -118,7 +113,7 @@ def _read_parameter(states: StateFiles, name: str, shape: tuple[int, ...] | None
     for file_name in sorted(file_names, key=lambda n: (n != _MASTER, n)):
         if not file_name.endswith(".pt"):
             continue
-        file = open_torch_file(states.folder, f"{place}/{file_name}", trust_pickle)
+        file = open_torch_file(states.folder, f"{place}/{file_name}")
         parameter.files.append(file)
         value = file.content
         if file_name == _STEP:
@@ -189,17 +184,14 @@ def _not_trained(
 
 
 def _optimizer(
-    first: StateFiles,
-    files: Iterable[StateFiles],
-    parameters: Mapping[str, _Parameter],
-    trust_pickle: bool,
+    first: StateFiles, files: Iterable[StateFiles], parameters: Mapping[str, _Parameter]
 ) -> tuple[Optimizer | None, TorchFile | None]:
     """Return the hyper-parameters and numbers of the optimizer, and their file."""
     name = UNIVERSAL_OPTIMIZER_FILE
     if not first.folder.exists(name):
         first.notes.append(f"{name} is missing: the hyper-parameters of the optimizer are unknown")
         return None, None
-    file = open_torch_file(first.folder, name, trust_pickle)
+    file = open_torch_file(first.folder, name)
     content = file.content if isinstance(file.content, dict) else {}
     rows = [row for row in content.get("param_groups") or () if isinstance(row, dict)]
     groups, steps = [], {n: p.step for n, p in parameters.items() if p.step is not None}

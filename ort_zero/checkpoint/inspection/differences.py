@@ -137,7 +137,6 @@ def diff(
     what: str | None = None,
     atol: float = 0.0,
     rtol: float = 0.0,
-    trust_pickle: bool = False,
     tp_split: Sequence[str] = (),
     progress: bool = True,
 ) -> DiffReport:
@@ -153,7 +152,6 @@ def diff(
             optimizer's state if both sides have one.
         atol: absolute distance up to which two values are the same.
         rtol: distance relative to the value in `b`, which is added to `atol`.
-        trust_pickle: unpickle any object in DeepSpeed's files, which may run code.
         tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
         progress: show a bar, if stderr is a terminal.
 
@@ -164,7 +162,7 @@ def diff(
     if what is not None and what not in WHAT:
         raise CheckpointError(f"what is {what!r}, choose from {', '.join(WHAT)}")
     started = time.perf_counter()
-    sources = [open_any(os.fspath(path), tag, trust_pickle, tp_split) for path, tag in ((a, tag_a), (b, tag_b))]
+    sources = [open_any(os.fspath(path), tag, tp_split) for path, tag in ((a, tag_a), (b, tag_b))]
     with_states = [source for source in sources if any(t.is_optimizer_state for t in source.tensors)]
     notes = [masked(note) for source in sources for note in source.notes]
     if what == "weights+optimizer" and len(with_states) < 2:
@@ -196,7 +194,7 @@ def diff(
     )
 
 
-def open_any(path: str, tag: str | None = None, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Source:
+def open_any(path: str, tag: str | None = None, tp_split: Sequence[str] = ()) -> Source:
     """Return the checkpoint, or the model in safetensors files, at `path`.
 
     From a folder with both, such as the Trainer's ``checkpoint-N``, the checkpoint is returned.
@@ -208,7 +206,7 @@ def open_any(path: str, tag: str | None = None, trust_pickle: bool = False, tp_s
             is_model = safetensors_files.are_in(folder)
         if is_model:
             return safetensors_files.open_safetensors(path)
-    return find_source(path, tag, trust_pickle, tp_split)
+    return find_source(path, tag, tp_split)
 
 
 def _matched(one: _Side, other: _Side) -> tuple[list[tuple[str, Tensor, Tensor]], list[str], list[str]]:

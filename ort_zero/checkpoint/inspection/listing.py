@@ -47,14 +47,11 @@ class ListedCheckpoint:
     """Why `whole` is not True."""
 
 
-def list_checkpoints(
-    path: str | os.PathLike, trust_pickle: bool = False, tp_split: Sequence[str] = ()
-) -> tuple[ListedCheckpoint, ...]:
+def list_checkpoints(path: str | os.PathLike, tp_split: Sequence[str] = ()) -> tuple[ListedCheckpoint, ...]:
     """Return the checkpoints in `path` and in the folders below; no tensor is read.
 
     Args:
         path: folder or fsspec URL: of runs, of one run, of checkpoints, or of one checkpoint.
-        trust_pickle: unpickle any object in DeepSpeed's files, which may run code.
         tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
 
     Raises:
@@ -62,16 +59,16 @@ def list_checkpoints(
     """
     folder = open_folder(path)
     now = time.time()
-    checkpoints = tuple(_listed(candidate, now, trust_pickle, tp_split) for candidate in checkpoints_below(folder))
+    checkpoints = tuple(_listed(candidate, now, tp_split) for candidate in checkpoints_below(folder))
     if not checkpoints:
         missing = "does not exist or is empty" if not folder.names() else "holds no checkpoint, nor do folders in it"
         raise CheckpointError(f"{folder.path()} {missing}")
     return checkpoints
 
 
-def _listed(candidate: Candidate, now: float, trust_pickle: bool, tp_split: Sequence[str]) -> ListedCheckpoint:
+def _listed(candidate: Candidate, now: float, tp_split: Sequence[str]) -> ListedCheckpoint:
     folder = candidate.folder
-    condition = condition_of(candidate, trust_pickle, tp_split)
+    condition = condition_of(candidate, tp_split)
     source = condition.source
     names = [name for name in folder.names() if folder.exists(name)]
     names += [name for name in (source.files if source else ()) if "/" in name]

@@ -65,7 +65,6 @@ def verify(
     tag: str | None = None,
     *,
     workers: int = 2,
-    trust_pickle: bool = False,
     tp_split: Sequence[str] = (),
     seal_it: bool = False,
     progress: bool = True,
@@ -81,7 +80,6 @@ def verify(
         path: folder or fsspec URL: of one checkpoint, or of several with a file ``latest``.
         tag: tag of the checkpoint if `path` holds several.
         workers: number of files that are read at a time.
-        trust_pickle: unpickle any object in DeepSpeed's files, which may run code.
         tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
         seal_it: if there is no problem, write checksums of all files beside the checkpoint, for later reads.
         progress: show a bar, if stderr is a terminal.
@@ -103,7 +101,7 @@ def verify(
         raise CheckpointError(f"{folder.path()} has checksums of every file in its manifest: leave --seal out")
     source, failure = None, None
     try:
-        source = open_in(folder, trust_pickle, tp_split)
+        source = open_in(folder, tp_split)
         notes += source.notes
     except SplitUnknownError as error:
         notes.append(f"its tensors cannot be put together yet: {error}")

@@ -62,7 +62,6 @@ def load(
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
-    trust_pickle: bool = False,
     tp_split: Sequence[str] = (),
 ) -> tuple[str, dict[str, Any]]:
     """Load a checkpoint of ort_zero or of DeepSpeed into `engine`. All ranks must call.
@@ -79,7 +78,6 @@ def load(
         load_optimizer_states: load moments, hyper-parameters and loss scale too.
         load_lr_scheduler_states: load the scheduler's state too.
         load_module_only: load weights and buffers, nothing else.
-        trust_pickle: unpickle any object in DeepSpeed's files, which may run code: only for files that you trust.
         tp_split: rules for how DeepSpeed's tensor-parallel ranks share tensors, as for ``aggregate``.
 
     Returns:
@@ -92,14 +90,14 @@ def load(
     """
     saving.wait(engine)
     ranks = saving.all_ranks()
-    state, source = _open(engine, path, tag, trust_pickle, tp_split, ranks)
+    state, source = _open(engine, path, tag, tp_split, ranks)
     folder = open_folder(source.root)
     full = load_optimizer_states and not load_module_only
     if full and source.format == "deepspeed" and not source.zero_stage and state.base_optimizer() is not None:
         raise UnreadableCheckpointError(
             f"{source.root} is of a run without ZeRO, whose optimizer state ort_zero does not read", source
         )
-    saved = _read_training_state(folder, source, trust_pickle, ranks)
+    saved = _read_training_state(folder, source, ranks)
     with ranks.raise_on_all(_ACTION):
         refuse_misfit(state, source, strict, full)
         check_counters(saved.counters, state, folder.path())
@@ -143,7 +141,7 @@ def load(
 
 
 def _open(
-    engine: Any, path: str, tag: str | None, trust_pickle: bool, tp_split: Sequence[str], ranks: RankGroup
+    engine: Any, path: str, tag: str | None, tp_split: Sequence[str], ranks: RankGroup
 ) -> tuple[EngineState, Source]:
     """Return the state of `engine`, and the checkpoint that `path` and `tag` lead to."""
     state: Any = None
@@ -162,7 +160,7 @@ def _open(
             raise no_checkpoint(folder)
         if not texts and (ranks.rank == 0 or format_name == "ort_zero"):
             try:
-                source = open_in(folder, trust_pickle, tp_split)
+                source = open_in(folder, tp_split)
             except CorruptCheckpointError:
                 raise
             except CheckpointError as error:
@@ -176,7 +174,7 @@ def _open(
     return state, source if format_name == "ort_zero" else ranks.broadcast(source)
 
 
-def _read_training_state(folder: Folder, source: Source, trust_pickle: bool, ranks: RankGroup) -> TrainingState:
+def _read_training_state(folder: Folder, source: Source, ranks: RankGroup) -> TrainingState:
     """Return the training state that this rank saved beside its tensors."""
     saved: Any = None
     text = ""
@@ -189,7 +187,7 @@ def _read_training_state(folder: Folder, source: Source, trust_pickle: bool, ran
             from ort_zero.checkpoint.deepspeed.training_state import read_deepspeed_training_state
 
             try:
-                saved = read_deepspeed_training_state(folder, source, ranks.rank, trust_pickle)
+                saved = read_deepspeed_training_state(folder, source, ranks.rank)
             except CorruptCheckpointError:
                 raise
             except CheckpointError as error:

@@ -1,1 +1,1 @@
-"""Select the tensors of a model's folder and their names, and find the model's configuration and Python files."""
+"""Select the tensors of a model's folder and their names, and find the model's configuration."""

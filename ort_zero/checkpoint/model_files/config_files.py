@@ -11,7 +11,6 @@ from ort_zero.checkpoint.files import json_text
 from ort_zero.checkpoint.files.allowed_names import is_config_name
 from ort_zero.checkpoint.files.dtypes import name_of
 from ort_zero.checkpoint.files.storage import Folder, open_folder
-from ort_zero.checkpoint.model_files import remote_code
 from ort_zero.errors import CheckpointError
 
 MAX_BYTES = 256 << 20
@@ -60,7 +59,7 @@ def config_files_beside(root: str, src: str) -> dict[str, ConfigFile]:
 
     The run's folders are all folders above the checkpoint's, up to the folder that the user named. The folder directly
     above also counts if a training framework wrote into it. Folders without a configuration of a model, tokenizer or
-    processor are skipped. Python code is taken only where a configuration in the same folder names it.
+    processor are skipped. Python code is never taken.
 
     Args:
         src: folder or URL that the user named as the source: `root` or a folder above `root`.
@@ -73,7 +72,7 @@ def config_files_beside(root: str, src: str) -> dict[str, ConfigFile]:
 
 
 def config_files_in(folder: Folder) -> dict[str, ConfigFile]:
-    """Return the config files of one folder and the remote code that they name; empty if it is no model's folder."""
+    """Return the config files of one folder; empty if it is no model's folder."""
     try:
         names = [name for name in folder.names() if is_config_name(name) and folder.exists(name)]
     except CheckpointError:
@@ -83,13 +82,9 @@ def config_files_in(folder: Folder) -> dict[str, ConfigFile]:
             return {}
         if "config.json" in names and not _has_key(folder, "config.json"):
             names.remove("config.json")
-        files = {name: ConfigFile(folder.read(name, limit=MAX_BYTES), folder.path()) for name in names}
-        texts = {name: file.content for name, file in files.items()}
-        for name, code in remote_code.files_in(folder, texts).items():
-            files[name] = ConfigFile(code, folder.path())
+        return {name: ConfigFile(folder.read(name, limit=MAX_BYTES), folder.path()) for name in names}
     except OSError:
         return {}  # a folder that this process may not read is no part of the model
-    return files
 
 
 def keep_beside(run: Folder, checkpoint: Folder, manifest_configs: Mapping[str, str], token: str) -> None:
