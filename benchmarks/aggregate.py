@@ -241,9 +241,7 @@ def write_ours(root: str, ranks: int, weights: int) -> dict[str, tuple[int, ...]
     from ort_zero.checkpoint.files.storage import open_folder
     from ort_zero.checkpoint.format import manifest
     from ort_zero.checkpoint.records import MASTER, Optimizer, ParamGroup, Source
-    from ort_zero.checkpoint.saves.capture import Shard
-    from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, joined, manifest_bytes, write_rank_files
-    from ort_zero.checkpoint.saves.shard_writer import ShardEntry
+    from ort_zero.checkpoint.saves.checkpoint_writer import Shard, ShardEntry, joined, manifest_bytes, write_rank_files
     from ort_zero.compat.deepspeed_partitions import zero12_group
 
     shapes = shapes_of(weights)
@@ -274,12 +272,11 @@ def write_ours(root: str, ranks: int, weights: int) -> dict[str, tuple[int, ...]
             extra_tensors=[],
             scalars={"step": dict.fromkeys(shapes, 1.0)},
         )
-        job = SaveJob(path=root, about=about, shapes=shapes, suffix="", save_latest=False, durable=False, shard=shard)
         names: list[str] = []
-        packed.append(write_rank_files(folder, job, rank, ranks, names).packed())
+        packed.append(write_rank_files(folder, about, shard, rank, ranks, names).packed())
         for name in names:
             folder.publish(name, about.save_id)
-    folder.write(manifest.NAME, manifest_bytes(joined(folder, job, packed)), "bench")
+    folder.write(manifest.NAME, manifest_bytes(joined(folder, about, shapes, packed)), "bench")
     _settle(Path(root) / TAG)
     return shapes
 

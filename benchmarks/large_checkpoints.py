@@ -77,8 +77,7 @@ def write_rank(folder: Path, rank: int, options: dict[str, Any]) -> bytes:
     from ort_zero.checkpoint.files.safetensors_header import HeaderEntry
     from ort_zero.checkpoint.pieces import CHECK_BYTES, PieceRun
     from ort_zero.checkpoint.records import MASTER, File
-    from ort_zero.checkpoint.saves.checkpoint_writer import RankPart, file_name
-    from ort_zero.checkpoint.saves.shard_writer import Written
+    from ort_zero.checkpoint.saves.checkpoint_writer import RankPart, Written
     from ort_zero.compat.deepspeed_partitions import zero3_part
 
     shapes, draw, files, written = shapes_of(options["layers"]), random.Random(rank), [], []
@@ -92,7 +91,7 @@ def write_rank(folder: Path, rank: int, options: dict[str, Any]) -> bytes:
                 places.append((kind, name, start))
                 position += 4 * length
         header = safetensors_header.encode(rows, {"rank": str(rank)}, "")
-        file = file_name(rank, label, "safetensors")
+        file = f"rank_{rank:05d}_{label}.safetensors"
         with open(folder / file, "wb") as stream:
             stream.write(header)
             stream.truncate(len(header) + position)
@@ -109,8 +108,7 @@ def save(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     from ort_zero.checkpoint.files.storage import open_folder
     from ort_zero.checkpoint.format import manifest
     from ort_zero.checkpoint.records import Optimizer, ParamGroup, Source
-    from ort_zero.checkpoint.saves.capture import Shard
-    from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, joined, manifest_bytes
+    from ort_zero.checkpoint.saves.checkpoint_writer import joined, manifest_bytes
     from ort_zero.utils.garbage import collection_paused
 
     shapes = shapes_of(options["layers"])
@@ -120,14 +118,12 @@ def save(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         aliases={}, frozen=frozenset(), optimizer=Optimizer(class_name="AdamW", groups=groups, scalars={}),
         dtype="BF16", run_id="r", save_id="s",
     )  # fmt: skip
-    shard = Shard(weights=[], moments=[], extra={}, extra_tensors=[], scalars={})
-    job = SaveJob(path="p", about=about, shapes=shapes, suffix="", save_latest=False, durable=False, shard=shard)
     before = time.process_time()
     packed = [write_rank(folder, rank, options) for rank in range(options["ranks"])]
     pack_seconds = (time.process_time() - before) / options["ranks"]
     meter = Meter()
     with collection_paused():
-        content = manifest_bytes(joined(open_folder(folder), job, packed, all_here=True))
+        content = manifest_bytes(joined(open_folder(folder), about, shapes, packed, all_here=True))
     figures = meter.figures(
         part_kb=round(sum(map(len, packed)) / len(packed) / 1e3),
         received_mb=round(sum(map(len, packed)) / 1e6),
@@ -191,9 +187,7 @@ def load(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
             for place in group.places:
                 target = torch.empty(place.length, device="meta")
                 for tensors in states.values():
-                    request = ReadRequest(
-                        tensor=tensors[place.name], start=place.start, length=place.length, target=target
-                    )
+                    request = ReadRequest(tensors[place.name], target, place.start)
                     needed += 4 * place.length
                     for item in wanted_of(request):
                         reads += 1

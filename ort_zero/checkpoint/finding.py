@@ -111,7 +111,7 @@ def condition_of(candidate: Candidate, tp_split: Sequence[str] = ()) -> Conditio
         source = open_in(folder, tp_split)
         wrong = _wrong_size(source, folder)
         if wrong:
-            return Condition(source=source, whole=False, reason=wrong)
+            return Condition(source=source, whole=False, reason=_relative(wrong, folder))
     except CorruptCheckpointError as error:
         return Condition(source=None, whole=False, reason=_relative(str(error), folder))
     except CheckpointError as error:
@@ -120,14 +120,7 @@ def condition_of(candidate: Candidate, tp_split: Sequence[str] = ()) -> Conditio
 
 
 def find(path: str, tag: str | None = None) -> LocatedCheckpoint:
-    """Return the checkpoint that `path` and `tag` mean, see the table above.
-
-    Args:
-        tag: name of a folder in `path`, or a relative path of several folders.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or several that `path` and `tag` could mean.
-    """
+    """Return the checkpoint that `path` and `tag` mean, see the table above."""
     folder = open_folder(path)
     if not folder.names():
         raise manifest.nothing_at(folder)
@@ -151,21 +144,13 @@ def find(path: str, tag: str | None = None) -> LocatedCheckpoint:
 
 
 def find_source(path: str, tag: str | None = None, tp_split: Sequence[str] = ()) -> Source:
-    """Find and open the checkpoint that `path` and `tag` mean; its notes name newer checkpoints that were skipped.
-
-    Args:
-        tp_split: rules for how DeepSpeed's tensor-parallel ranks share tensors.
-
-    Raises:
-        CheckpointError: there is no checkpoint, several that could be meant, or one that cannot be read.
-        CorruptCheckpointError: files of the checkpoint are missing, damaged, or of different saves.
-    """
+    """Find and open the checkpoint that `path` and `tag` mean; its notes name newer checkpoints that were skipped."""
     located = find(path, tag)
     try:
         source = open_in(located.folder, tp_split)
         wrong = _wrong_size(source, located.folder) if located.by_latest else None
         if wrong:  # checked now, since a user who gave no tag may want another checkpoint
-            raise CorruptCheckpointError(located.folder.path(wrong))
+            raise CorruptCheckpointError(wrong)
     except CheckpointError as error:
         if located.by_latest is None:
             raise
@@ -188,23 +173,18 @@ def _only_or_newest(folder: Folder) -> LocatedCheckpoint:
         raise CheckpointError(f'{folder.path()} has no file "{manifest.LATEST}", give a tag; tags there: {tags}')
     notes: list[str] = []
     for name in sorted(numbers, key=lambda name: int(numbers[name][2]), reverse=True):
-        located, reason = _if_whole(folder.child(name), children[name])
-        if located is not None:
-            return LocatedCheckpoint(located.folder, (*notes, *located.notes))
+        try:
+            located = find(folder.child(name).url)
+            condition = condition_of(Candidate(located.folder, "", format_in(located.folder)))
+            # a checkpoint that cannot be read counts too: opening it raises an error that tells the user more
+            if condition.whole is not False:
+                return LocatedCheckpoint(located.folder, (*notes, *located.notes))
+            reason = condition.reason
+        except CheckpointError as error:
+            interrupted = not any(candidate.format for candidate in children[name])
+            reason = "the save was interrupted" if interrupted else str(error)
         notes.append(f"{folder.path(name)} was skipped, it is not whole: {reason}")
     raise CorruptCheckpointError(f"no checkpoint in {folder.path()} is whole: {notes[0]}")
-
-
-def _if_whole(folder: Folder, candidates: list[Candidate]) -> tuple[LocatedCheckpoint | None, str | None]:
-    """Return the checkpoint that a folder means and None, or None and the reason why it is not whole."""
-    try:
-        located = find(folder.url)
-    except CheckpointError as error:
-        interrupted = not any(candidate.format for candidate in candidates)
-        return None, "the save was interrupted" if interrupted else str(error)
-    condition = condition_of(Candidate(located.folder, "", format_in(located.folder)))
-    # a checkpoint that cannot be read counts too: opening it raises an error that tells the user more
-    return (None, condition.reason) if condition.whole is False else (located, None)
 
 
 def whole_checkpoints_text(folder: Folder, apart_from: Folder | None = None) -> str:
@@ -224,14 +204,7 @@ def _with_whole_names(error: CheckpointError, folder: Folder, apart_from: Folder
 
 def _wrong_size(source: Source, folder: Folder) -> str | None:
     """Return a sentence about the first file that is missing or has a wrong size, None if there is no such file."""
-    for file in source.files.values():
-        size = folder.size(file.name)
-        if size is None:
-            return f"{file.name} is missing"
-        if size != file.size:
-            kind = "is empty" if not size else "is truncated" if size < file.size else "is too long"
-            return f"{file.name} {kind}: it has {size} bytes, the manifest says {file.size}"
-    return None
+    return next(filter(None, (folder.wrong_size(file.name, file.size) for file in source.files.values())), None)
 
 
 def _is_manifest(folder: Folder) -> bool:
@@ -305,5 +278,5 @@ def open_in(folder: Folder, tp_split: Sequence[str] = ()) -> Source:
 
 def _with_remarks(source: Source) -> Source:
     """Return a checkpoint with its remarks, without the scratch buffers that DeepSpeed keeps among the states."""
-    tensors = tuple(tensor for tensor in source.tensors if not tensor.is_scratch)
+    tensors = tuple(tensor for tensor in source.tensors if not tensor.kind.endswith("_offload_buffer"))
     return replace(source, tensors=tensors, notes=(*source.notes, *source.remarks()))

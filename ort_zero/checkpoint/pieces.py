@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.checkpoint.records import File, Piece, Tensor
@@ -28,21 +28,17 @@ class PieceRun(NamedTuple):
 
     file: int
     """Index of the first piece's file among the files of the checkpoint."""
-    offset: int
-    """Bytes from the start of each file."""
-    length: int
-    """Length of each piece in bytes."""
+    offset: int  # bytes from the start of each file
+    length: int  # bytes of each piece
     start: int
     """Index of the first piece's first element in the flattened tensor."""
     checks: bytes
     """The xxh3-64 of each piece, one after the other."""
     pieces: int = 1
-    """Number of pieces."""
     step: int = 1
     """Difference of the file indices of two neighbouring pieces."""
 
     def files(self) -> range:
-        """Return the indices of the files in which the pieces lie, in their order."""
         return range(self.file, self.file + self.pieces * self.step, self.step)
 
 
@@ -51,11 +47,7 @@ class LazyPieces(Sequence[Piece]):
 
     __slots__ = ()
 
-    @overload
-    def __getitem__(self, index: int) -> Piece: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Piece, ...]: ...
-    def __getitem__(self, index: int | slice) -> Piece | tuple[Piece, ...]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         index += len(self) if index < 0 else 0
@@ -86,7 +78,6 @@ class PieceRuns(LazyPieces):
         return (self.piece(run, number) for run in self.runs for number in range(run.pieces))
 
     def piece_at(self, index: int) -> Piece:
-        """Return the piece at `index`, from 0 on."""
         number = bisect_right(self._ends, index)
         return self.piece(self.runs[number], index - (self._ends[number - 1] if number else 0))
 

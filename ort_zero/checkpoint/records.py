@@ -28,7 +28,6 @@ BUFFER_OF_RANK = "buffer_of_rank_"
 EXTRA_STATE = "_extra_state"
 """Last part of the state dict key under which torch keeps the result of a module's ``get_extra_state``."""
 MAX_NAMED = 20
-"""Maximum number of names in a message."""
 # every other kind is the name of an optimizer state: "exp_avg", "exp_avg_sq", "momentum_buffer", ...
 
 
@@ -44,7 +43,6 @@ def check_state_name(name: str, path: str) -> None:
 
 
 def buffer_kind(rank: int) -> str:
-    """Return the kind of a rank's buffers."""
     return f"{BUFFER_OF_RANK}{rank}" if rank else BUFFER
 
 
@@ -68,7 +66,6 @@ class Tensor:
     """One whole tensor, and the places of its bytes."""
 
     name: str
-    """Name of the parameter or buffer in ``state_dict()``."""
     kind: str
     """:data:`MASTER`, :data:`WEIGHT`, :data:`BUFFER`, or the name of an optimizer state."""
     dtype: str
@@ -83,18 +80,12 @@ class Tensor:
 
     @property
     def elements(self) -> int:
-        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor in the dtype `dtype`."""
         return self.elements * itemsize(self.dtype)
-
-    @property
-    def is_scratch(self) -> bool:
-        """True for a buffer of DeepSpeed's ``offload_states()``, which some checkpoints hold as an optimizer state."""
-        return self.kind.endswith("_offload_buffer")
 
     @property
     def is_optimizer_state(self) -> bool:
@@ -117,8 +108,7 @@ class File:
 
     name: str
     """Name of the file, relative to the checkpoint's folder."""
-    size: int
-    """Size of the whole file in bytes."""
+    size: int  # bytes
     xxh3_128: str | None = None
     """XXH3-128 checksum of the whole file as 32 hex digits; None if the format has no such checksum."""
     records: tuple[Checksum, ...] = ()
@@ -130,7 +120,6 @@ class ParamGroup:
     """One parameter group of the optimizer: parameters with the same hyper-parameters."""
 
     names: tuple[str, ...]
-    """Names of the parameters, in the optimizer's order."""
     options: Mapping[str, Any]
     """Hyper-parameters: lr, betas, eps, weight_decay, ... as JSON values."""
 
@@ -151,25 +140,24 @@ class Source:
     """An opened checkpoint without the bytes of its tensors."""
 
     format: str
-    """Format of the checkpoint: "ort_zero" or "deepspeed"."""
+    """Format of the checkpoint: "ort_zero", "deepspeed", "dcp", or "safetensors" for a model."""
     root: str
     """Folder (path or fsspec URL) that holds the files."""
-    tag: str
-    step: int | None
+    tag: str = ""
+    step: int | None = None
     """Global steps of the engine, None if the format does not store them."""
-    world_size: int
-    zero_stage: int
-    tensors: tuple[Tensor, ...]
-    files: Mapping[str, File]
-    aliases: Mapping[str, str]
+    world_size: int = 1
+    zero_stage: int = 0
+    tensors: tuple[Tensor, ...] = ()
+    files: Mapping[str, File] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied parameters: name without stored values -> name of the parameter with the stored values."""
-    frozen: frozenset[str]
+    frozen: frozenset[str] = frozenset()
     """Names of the parameters that the optimizer does not train."""
-    optimizer: Optimizer | None
+    optimizer: Optimizer | None = None
     config: Mapping[str, str] = field(default_factory=dict)
     """Small text files that describe the model (file name -> text), such as ``config.json``."""
     notes: tuple[str, ...] = ()
-    """Remarks about the checkpoint for the user, one sentence each."""
     dtype: str | None = None
     """Code of the dtype in which the module computes: its weights are the master weights, cast. None if the format does
     not store it."""
@@ -178,7 +166,6 @@ class Source:
     run_id: str = ""
     """Id of the run that saved; the same in each file of ort_zero's format."""
     save_id: str = ""
-    """Id of the save, likewise."""
 
     def by_name(self, kind: str) -> dict[str, Tensor]:
         """Return the tensors of one kind by name, in their order."""

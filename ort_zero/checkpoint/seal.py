@@ -20,8 +20,7 @@ from ort_zero.errors import CorruptCheckpointError
 
 NAME = "ort_zero_seal.json"
 _FORMAT = "ort_zero.seal"
-_BLOCK = 4 << 20
-"""Bytes of a block."""
+_BLOCK = 4 << 20  # bytes
 _WAY_OUT = f"if that is right, remove {NAME} and run ort-zero verify --seal"
 _MAX_BYTES = 256 << 20
 """Maximum size of a seal: 8 bytes of text for 4 MiB."""
@@ -32,9 +31,8 @@ def seal(folder: Folder, names: Iterable[str], advance: Callable[[int], Any]) ->
     rows = {}
     for name in names:
         size = folder.size(name) or 0
-        crcs = []
-        for start in range(0, size, _BLOCK):
-            crcs.append(folder.crc32(name, start, min(start + _BLOCK, size), advance=advance))
+        starts = range(0, size, _BLOCK)
+        crcs = [folder.crc32(name, start, min(start + _BLOCK, size), advance=advance) for start in starts]
         rows[name] = {"size": size, "crc32": base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()}
     document = {"format": _FORMAT, "version": 1, "block": _BLOCK, "files": rows}
     folder.write(NAME, json.dumps(document, indent=1).encode(), "seal", durable=True)
@@ -53,7 +51,7 @@ def read_seal(folder: Folder) -> dict[str, File] | None:
         return {name: _file(name, row["size"], row["crc32"], block) for name, row in rows.items()}
     except (KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
         raise CorruptCheckpointError(
-            f"{folder.path(NAME)} is damaged ({type(error).__name__}: {error}); remove it if you do without the seal"
+            f"{folder.path(NAME)} is damaged ({error!r}); remove it if you do without the seal"
         ) from None
 
 

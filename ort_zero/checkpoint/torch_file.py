@@ -31,6 +31,7 @@ _END = struct.Struct("<4s4H2IH")
 _NUMBERS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "float16": "<e"}
 _MAX_EXTRA = 256
 """Maximum number of bytes between two records: the descriptor of the first."""
+_STREAM_BUFFER = 1 << 18  # bytes
 _PICKLE = "data.pkl"
 _DATA = "data/"
 _MAX_SMALL = 1 << 20
@@ -77,11 +78,6 @@ def open_torch_file(
             content, which the caller must not change.
         start: first byte of the range.
         length: number of bytes of the range; None for all to the end of the file.
-
-    Raises:
-        CorruptCheckpointError: the file is missing, empty or truncated, or its header or pickle is damaged.
-        CheckpointError: the file is in the format before torch 1.6, is compressed, has another byte order, or calls a
-            function that can harm the machine.
     """
     data = _Bytes(folder, name, start, length)
     records, path = _records_of(data), data.path
@@ -109,7 +105,7 @@ def checked_bytes(folder: Folder, opened: TorchFile, stored: StoredTensor, lengt
     for offset, size, crc in opened.file.records:
         if offset == opened.start + stored.storage_offset and folder.crc32(name, offset, offset + size) != crc:
             raise CorruptCheckpointError(
-                f"{folder.path(name)} is damaged: the CRC-32 of a tensor of shape {list(stored.shape)} is wrong"
+                f"{folder.path(name)} is damaged: wrong CRC-32 of a tensor of shape {list(stored.shape)}"
             )
     return folder.read(name, opened.start + stored.offset, length)
 
@@ -158,7 +154,34 @@ class _Bytes:
     def open(self) -> IO[bytes]:
         if self._whole is not None:
             return io.BytesIO(self._whole)
-        return self.folder.open(self.name, self.start, self.size)
+        return io.BufferedReader(_Stream(self), _STREAM_BUFFER)
+
+
+class _Stream(io.RawIOBase):
+    """The bytes of a file as a stream, for the reader of zips."""
+
+    def __init__(self, data: _Bytes):
+        super().__init__()
+        self._data, self._position = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._data.size}[whence]
+        if base + offset < 0:
+            raise OSError(22, "the position is before the start of the file")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        length = max(0, min(len(buffer), self._data.size - self._position))
+        buffer[:length] = self._data.read(self._position, length)
+        self._position += length
+        return length
 
 
 def _checked(records: list[_Record], start: int) -> tuple[Checksum, ...]:
@@ -190,9 +213,7 @@ def _records_of(data: _Bytes) -> list[_Record]:
         fits = signature == b"PK\x03\x04" and raw[_LOCAL.size :] == record_name and name_length == len(record_name)
         offset = begin + length + extra_length
         if not fits or not 0 <= begin - position <= _MAX_EXTRA or offset + entry.file_size > end:
-            raise CorruptCheckpointError(
-                f"{path} is damaged: the header of its record {entry.filename} does not fit the zip directory"
-            )
+            raise CorruptCheckpointError(f"{path} is damaged: the header of its record {entry.filename} does not fit")
         position = offset + entry.file_size
         records.append(_Record(entry.filename, offset, entry.file_size, entry.CRC))
     # torch.serialization.set_crc32_options(False) leaves zeros; the CRC-32 of a record without bytes is zero as well
@@ -211,7 +232,6 @@ def _not_a_zip(path: str, start: bytes, error: Exception) -> CheckpointError:
 
 
 def _content(data: _Bytes, records: Mapping[str, _Record], cache: Contents) -> tuple[Any, frozenset[str]]:
-    """Return the content of a file's pickle, and the names of the unknown classes in it."""
     storages = {key.removeprefix(_DATA): (r.offset, r.length) for key, r in records.items() if key.startswith(_DATA)}
     pickled = data.read(records[_PICKLE].offset, records[_PICKLE].length)
     key = (pickled, data.size, *storages.items())
@@ -241,10 +261,6 @@ def _check_place(path: str, lengths: Mapping[int, int], size: int, value: Stored
 
     A tensor may repeat its elements (stride 0), so a few bytes can describe a tensor of any size. An output file would
     contain every repetition, so the size of the file limits the size of the tensor.
-
-    Args:
-        lengths: length in bytes of each storage's record by its offset.
-        size: size of the file in bytes.
     """
     if 0 in value.shape:
         return value

@@ -10,7 +10,7 @@ import argparse
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,7 @@ _NO_LIMIT = 1 << 62
 
 
 class StoredWeight:
-    """A weight whose values are still in the files of a checkpoint.
-
-    Args:
-        dtype: dtype of the tensor that :meth:`contiguous` returns.
-    """
+    """A weight whose values are still in the files of a checkpoint; :meth:`contiguous` returns them in `dtype`."""
 
     def __init__(self, folder: Folder, tensor: Tensor, dtype: torch.dtype):
         self._folder, self._tensor = folder, tensor
@@ -72,11 +68,7 @@ class StoredWeight:
         self.shape = torch.Size(tensor.shape)
 
     def contiguous(self) -> torch.Tensor:
-        """Read and return the values, after a comparison with their checksums if the format has any.
-
-        Raises:
-            CorruptCheckpointError: a file is missing, too short, or damaged.
-        """
+        """Read and return the values, after a comparison with their checksums if the format has any."""
         return read_whole(self._folder, self._tensor, self.dtype)
 
 
@@ -95,36 +87,18 @@ def stored_weights(source: Source, exclude_frozen_parameters: bool = False) -> d
     return weights
 
 
-def read_all(weights: Mapping[str, StoredWeight]) -> dict[str, torch.Tensor]:
-    """Read and return the values of all weights by name; tied weights are one tensor.
-
-    Raises:
-        CorruptCheckpointError: files of the checkpoint are damaged.
-    """
-    values = {weight: weight.contiguous() for weight in dict.fromkeys(weights.values())}
-    return {name: values[weight] for name, weight in weights.items()}
-
-
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """Return the whole state dict of a sharded checkpoint in CPU memory, with master weights if they exist.
-
-    Args:
-        checkpoint_dir: folder or fsspec URL of checkpoints.
-        tag: tag of the checkpoint; by default the tag in the file ``latest``.
-        exclude_frozen_parameters: leave out parameters that the optimizer does not train.
-        lazy_mode: return objects with ``shape``, ``dtype`` and ``contiguous()``, which reads the values.
-
-    Raises:
-        CheckpointError: the folder has no such checkpoint.
-        CorruptCheckpointError: files of the checkpoint are damaged.
-    """
+    """Return the whole state dict of a sharded checkpoint in CPU memory, with master weights if they exist."""
     weights = stored_weights(find_source(os.fspath(checkpoint_dir), tag), exclude_frozen_parameters)
-    return dict(weights) if lazy_mode else read_all(weights)
+    if lazy_mode:
+        return dict(weights)
+    values = {weight: weight.contiguous() for weight in dict.fromkeys(weights.values())}
+    return {name: values[weight] for name, weight in weights.items()}
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -132,14 +106,7 @@ def load_state_dict_from_zero_checkpoint(
 ) -> torch.nn.Module:
     """Move `model` to the CPU, load a sharded checkpoint into it, and return it.
 
-    Args:
-        model: a module whose parameters are not partitioned; its DeepSpeed engine cannot continue to train.
-        checkpoint_dir: folder or fsspec URL of checkpoints.
-        tag: tag of the checkpoint; by default the tag in the file ``latest``.
-
-    Raises:
-        CheckpointError: the folder has no such checkpoint.
-        CorruptCheckpointError: files of the checkpoint are damaged.
+    The parameters of `model` must not be partitioned; its DeepSpeed engine cannot continue to train.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
@@ -156,20 +123,12 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> AggregateReport:
-    """Write the whole state dict of a sharded checkpoint into a folder, a few chunks in memory at a time.
+    """Write the whole state dict of a sharded checkpoint into a local folder; other files there stay.
 
     Args:
-        checkpoint_dir: folder or fsspec URL of checkpoints.
-        output_dir: local folder, made if missing; an earlier model file is replaced, other files stay.
         dtype: dtype of floating-point tensors.
         max_shard_size: bytes of tensors per file, as a number or "5GB"; None writes one file.
         safe_serialization: write ``model.safetensors`` instead of ``pytorch_model.bin``.
-        tag: tag of the checkpoint; by default the tag in the file ``latest``.
-        exclude_frozen_parameters: leave out parameters that the optimizer does not train.
-
-    Raises:
-        CheckpointError: an argument is wrong, there is no such checkpoint, or `output_dir` cannot be written.
-        CorruptCheckpointError: files of the checkpoint are damaged; nothing was written.
     """
     if dtype not in _DTYPES:
         raise CheckpointError(f"dtype is {dtype!r}, choose from fp32, fp16, bf16")
@@ -199,30 +158,14 @@ def convert_zero_checkpoint_to_state_dict(
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | os.PathLike,
-    output_dir: str | os.PathLike,
-    max_shard_size: int | str | None = "5GB",
-    safe_serialization: bool = False,
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
+    checkpoint_dir: str | os.PathLike, output_dir: str | os.PathLike, *args: Any, **options: Any
 ) -> AggregateReport:
-    """Write the whole state dict in fp32; see :func:`convert_zero_checkpoint_to_state_dict`."""
-    return convert_zero_checkpoint_to_state_dict(
-        checkpoint_dir,
-        output_dir,
-        max_shard_size=max_shard_size,
-        safe_serialization=safe_serialization,
-        tag=tag,
-        exclude_frozen_parameters=exclude_frozen_parameters,
-    )
+    """Write the whole state dict in fp32; the other arguments are those of the function above, without `dtype`."""
+    return convert_zero_checkpoint_to_state_dict(checkpoint_dir, output_dir, torch.float32, *args, **options)
 
 
 def write_script(folder: Folder, token: str, durable: bool) -> None:
-    """Write the script into a folder of checkpoints, and replace an earlier script.
-
-    Raises:
-        CheckpointError: the script cannot be written.
-    """
+    """Write the script into a folder of checkpoints, and replace an earlier script."""
     folder.write(SCRIPT_NAME, SCRIPT.encode(), token, durable=durable)
     if "://" not in folder.url:
         with suppress(OSError):  # some file systems have no modes
@@ -243,11 +186,7 @@ def stage_file(checkpoint: str, folder: str) -> str:
 
 
 def client_state_file(checkpoint: str, folder: str) -> str:
-    """Write a file like DeepSpeed's ``*_model_states.pt`` with nothing but the client state; return its path.
-
-    Raises:
-        CorruptCheckpointError: the files of the checkpoint are damaged.
-    """
+    """Write a file like DeepSpeed's ``*_model_states.pt`` with nothing but the client state; return its path."""
     source = find_source(checkpoint)
     state = read_training_state(open_folder(source.root), source, 0)
     path = os.path.join(folder, "client_model_states.pt")

@@ -23,7 +23,7 @@ ranks share the output files:  torchrun --nproc_per_node 4 -m ort_zero aggregate
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
-    text = "write the whole model (and optimizer) of a sharded checkpoint, ours or DeepSpeed's, for from_pretrained"
+    text = "write the model (and optimizer) of a sharded checkpoint, ours, DeepSpeed's or torch's, for from_pretrained"
     parser = subparsers.add_parser("aggregate", help=text, description=text, epilog=_EPILOG)
     parser.add_argument("src", metavar="SRC", help="folder or URL of a checkpoint, or of several with a file 'latest'")
     parser.add_argument("dst", metavar="DST", help="folder or URL to write into")

@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     """Add the command and return its parser."""
     text = "say in which tensors two checkpoints or models differ, and by how much"
     parser = subparsers.add_parser("diff", help=text, description=text, epilog=_EPILOG)
-    kinds = "a checkpoint of ort_zero or DeepSpeed, a folder of checkpoints or safetensors files, or a safetensors file"
+    kinds = "a checkpoint of any format, a folder of checkpoints or safetensors files, or a safetensors file"
     parser.add_argument("a", metavar="A", help=kinds)
     parser.add_argument("b", metavar="B", help="as A")
     parser.add_argument("--tag-a", metavar="TAG", help="which checkpoint of several in A")

@@ -23,7 +23,7 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
-    text = "list the checkpoints in a folder of runs, ours and DeepSpeed's, and say which are whole"
+    text = "list the checkpoints in a folder of runs, ours, DeepSpeed's and torch's, and say which are whole"
     parser = subparsers.add_parser("ls", help=text, description=text, epilog=_EPILOG)
     parser.add_argument("src", metavar="SRC", help="folder or URL of runs, of one run, of checkpoints, or of one")
     add_source_options(parser)

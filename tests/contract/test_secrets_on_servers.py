@@ -106,7 +106,6 @@ def calls(url: str, out: Path) -> list[Callable[[], Any]]:
         lambda: diff(url, url, progress=False),
         lambda: list_checkpoints(url),
         lambda: open_folder(url).read("manifest.json"),
-        lambda: open_folder(url).open("manifest.json").read(),
         lambda: open_folder(url).names(),
     ]
 

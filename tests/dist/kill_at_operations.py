@@ -33,9 +33,7 @@ from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.files import storage
 from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.records import MASTER, Optimizer, ParamGroup, Source
-from ort_zero.checkpoint.saves.capture import Shard
-from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, write_checkpoint
-from ort_zero.checkpoint.saves.shard_writer import ShardEntry
+from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, Shard, ShardEntry, write_checkpoint
 from ort_zero.distributed.launched_ranks import from_launcher
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError, RankError

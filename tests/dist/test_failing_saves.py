@@ -233,15 +233,15 @@ def save_in_background(folder: str) -> None:
 
 def step_before_copied(folder: str) -> dict[int, tuple[float, float]]:
     """Step while the copy of a save is being made; return the seconds of the call and of that step by ZeRO stage."""
-    from ort_zero.checkpoint.saves import staging
+    from ort_zero.checkpoint.saves import saving
 
-    copy, found = staging._copy, {}
+    copy, found = saving._copy, {}
 
     def slow(tensor: torch.Tensor, place: torch.Tensor) -> None:
         time.sleep(0.05)
         copy(tensor, place)
 
-    staging._copy = slow
+    saving._copy = slow
     for stage in (0, 1, 2, 3):
         engine = engine_of(stage)
         train(engine, range(3))
@@ -255,28 +255,28 @@ def step_before_copied(folder: str) -> dict[int, tuple[float, float]]:
         load(engine, folder, f"s{stage}")
         assert not differences(engine, kept), differences(engine, kept)
         engine.destroy()
-    staging._copy = copy
+    saving._copy = copy
     return found
 
 
 def copy_that_fails(folder: str) -> dict[str, Any]:
     """Fail on rank 1 while the state is copied in the background; train on, and save again."""
-    from ort_zero.checkpoint.saves import staging
+    from ort_zero.checkpoint.saves import saving
 
     engine = engine_of(2)
     train(engine, range(2))
-    copy = staging._copy
+    copy = saving._copy
 
     def fail(tensor: torch.Tensor, place: torch.Tensor) -> None:
         if threading.current_thread() is not threading.main_thread() and dist.get_rank() == 1:
             raise OSError(12, "Cannot allocate memory")
         copy(tensor, place)
 
-    staging._copy = fail
+    saving._copy = fail
     save(engine, folder, "lost", async_save=True)
     train(engine, range(2, 4))
     found = outcome(lambda: wait(engine))
-    staging._copy = copy
+    saving._copy = copy
     save(engine, folder, "next", async_save=True)
     wait(engine)
     return found

@@ -475,10 +475,10 @@ def test_what_plain_deepspeed_leaves_out_is_filled_from_a_model(tmp_path, capsys
 def test_masters_that_are_set_after_a_background_save_wait_for_its_copy(stage, tmp_path, monkeypatch):
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-    from ort_zero.checkpoint.saves import staging
+    from ort_zero.checkpoint.saves import saving
 
-    copy = staging._copy
-    monkeypatch.setattr(staging, "_copy", lambda *tensors: (time.sleep(0.2), copy(*tensors)))
+    copy = saving._copy
+    monkeypatch.setattr(saving, "_copy", lambda *tensors: (time.sleep(0.2), copy(*tensors)))
     engine = made(stage=stage)
     step(engine, range(2))
     weight = engine.module.hidden.weight

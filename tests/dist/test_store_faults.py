@@ -19,7 +19,7 @@ from rank_processes.ranks import run_on_ranks
 from s3fs import S3FileSystem
 
 from ort_zero.checkpoint import aggregate, convert, diff, verify
-from ort_zero.checkpoint.files import remote_storage
+from ort_zero.checkpoint.files import storage
 from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.checkpoint.records import MASTER
 from ort_zero.errors import CheckpointError
@@ -100,7 +100,7 @@ ACTIONS = {"verify": verified, "aggregate": aggregated, "convert": converted, "d
 
 @pytest.mark.parametrize("name", ["verify", "aggregate", "convert", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_what_is_over_in_a_moment_is_tried_again(store, monkeypatch, name):
-    monkeypatch.setattr(remote_storage, "RANGE_BYTES", 1 << 20)
+    monkeypatch.setattr(storage, "RANGE_BYTES", 1 << 20)
     faults = [Fault(kind, where, after=after, times=1)
               for where in ("GET /models/run", f"PUT .*{name}") for after, kind in enumerate(PASSING)]  # fmt: skip
     store.set(*faults, delay=0.02)

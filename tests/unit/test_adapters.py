@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint import aggregate
-from ort_zero.checkpoint.aggregation import lora_merge
+from ort_zero.checkpoint.aggregation import streaming
 from ort_zero.cli import main as cli
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
@@ -50,7 +50,7 @@ def merged(path: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch):
-    monkeypatch.setattr(lora_merge, "CHUNK", 4 * 7 * 2)
+    monkeypatch.setattr(streaming, "CHUNK", 4 * 7 * 2)
 
 
 @pytest.mark.parametrize("dtype", ["keep", "fp32", "fp16"])

@@ -23,7 +23,7 @@ from ort_zero.checkpoint.aggregation import streaming
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
 from ort_zero.checkpoint.files import storage
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
-from ort_zero.checkpoint.reads import checked_reads, record_checks
+from ort_zero.checkpoint.reads import checked_reads
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, File, Piece, Tensor
 from ort_zero.cli.main import main
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
@@ -171,14 +171,14 @@ def test_records_are_checked_without_reading_a_byte_twice(tmp_path, damage):
         data[damage] ^= 1
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "f").write_bytes(data)
-    parts = _stream(tmp_path, _plan_of(tensor), files).findings.parts
+    parts = _stream(tmp_path, _plan_of(tensor), files).parts
     read = sum(part.length for part in parts)
     assert 296 <= read <= 416 and {part.record for part in parts} == {0, 16}
     source = open_folder(tmp_path / "c")
 
     def check(more=()):
         for record in files["f"].records:
-            record_checks.check_record(
+            checked_reads.check_record(
                 source, files["f"], record, [p for p in [*parts, *more] if p.record == record[0]]
             )
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from ort_zero.checkpoint.aggregation.aggregation_plan import OutputEntry, make_header, make_plan, split
+from ort_zero.checkpoint.aggregation.aggregation_plan import make_plan, split
 from ort_zero.checkpoint.files import safetensors_header
 from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Optimizer, ParamGroup, Piece, Source, Tensor
-from ort_zero.checkpoint.saves.shard_writer import ShardEntry, write_shard
+from ort_zero.checkpoint.saves.checkpoint_writer import ShardEntry, write_shard
 from ort_zero.errors import CheckpointError
 
 
@@ -74,7 +74,7 @@ def test_the_header_is_what_the_library_reads_and_writes():
     loaded = load(data)
     assert loaded.keys() == values.keys() and all(torch.equal(loaded[n], values[n]) for n in values)
     library = save({"b": values["b"]}, {"format": "pt"})
-    assert make_header([OutputEntry("b", tensor("b", 2, 3), "F32", 0)], {}) == library[:-24]
+    assert make_plan(source(tensor("b", 2, 3))).files[0].header == library[:-24]
 
 
 def test_a_header_longer_than_the_library_reads_is_refused_for_either_writer(tmp_path, monkeypatch):

@@ -89,7 +89,7 @@ def test_tensors_and_arrays_keep_dtype_and_shape():
 
 
 @pytest.mark.parametrize(
-    "written", [{"__type__": "bytes", "value": 1}, {"__type__": "tensor", "index": 3}, {"__type__": "dtype"}], ids=str
+    "written", [{"__type__": "bytes", "items": 1}, {"__type__": "tensor", "items": 3}, {"__type__": "dtype"}], ids=str
 )
 def test_what_is_damaged_is_a_checkpoint_error(written):
     with pytest.raises(CheckpointError, match="a stored value cannot be read"):

@@ -15,9 +15,7 @@ from ort_zero.checkpoint.files.storage import LocalFolder
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.records import WEIGHT, Optimizer, ParamGroup, Source
-from ort_zero.checkpoint.saves.capture import Shard
-from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, write_checkpoint
-from ort_zero.checkpoint.saves.shard_writer import ShardEntry
+from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, Shard, ShardEntry, write_checkpoint
 from ort_zero.errors import CheckpointError, RankError
 
 RANKS = 2

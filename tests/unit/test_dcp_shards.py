@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from ort_zero.checkpoint.dcp.blocks import Block, CoverError, pieces_of_blocks
+from ort_zero.checkpoint.dcp.blocks import Block, pieces_of_blocks
 from ort_zero.checkpoint.dcp.names import OPTION, OTHER, STATE, WEIGHT, Meaning, meanings
 
 
@@ -92,7 +92,7 @@ def test_blocks_that_form_no_grid_are_the_tensor():
     ],
 )
 def test_holes_and_overlaps_are_named(blocks, says):
-    with pytest.raises(CoverError, match=says):
+    with pytest.raises(ValueError, match=says):
         pieces_of_blocks((4, 3), [Block(offsets, sizes, "f", 0) for offsets, sizes in blocks], 4)
 
 

@@ -21,9 +21,7 @@ from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.pieces import CHECK_BYTES, PieceRuns, check_cover, overlaps, run_of
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
 from ort_zero.checkpoint.records import File, Optimizer, ParamGroup, Piece, Source, Tensor
-from ort_zero.checkpoint.saves.capture import Shard
-from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, joined, write_rank_files
-from ort_zero.checkpoint.saves.shard_writer import ShardEntry
+from ort_zero.checkpoint.saves.checkpoint_writer import Shard, ShardEntry, joined, write_rank_files
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 CHECKS = [bytes(8), bytes([1] * 8)]
@@ -151,7 +149,7 @@ def test_only_regular_files_are_opened(tmp_path):
     for name, kind in (("fifo", "a FIFO"), ("folder", "a folder"), ("device", "a device")):
         assert not folder.exists(name)
         into = lambda n: folder.read_into(n, 0, memoryview(bytearray(8)))  # noqa: E731
-        for action in (folder.size, folder.read, folder.open, into):
+        for action in (folder.size, folder.read, into):
             with pytest.raises(CheckpointError, match=f"{name} is {kind}, where a file is needed"):
                 action(name)
 
@@ -205,16 +203,12 @@ def tag(tmp_path_factory) -> Path:
     )  # fmt: skip
     packed = []
     for rank in range(RANKS):
-        job = SaveJob(
-            path=str(path.parent), about=about, shapes=SHAPES, suffix="", save_latest=True, durable=False,
-            shard=shard_of(rank),
-        )  # fmt: skip
         names: list[str] = []
-        part = write_rank_files(folder, job, rank, RANKS, names)
+        part = write_rank_files(folder, about, shard_of(rank), rank, RANKS, names)
         for name in names:
             folder.publish(name, about.save_id)
         packed.append(part.packed())
-    folder.write(manifest.NAME, manifest.dump(joined(folder, job, packed, all_here=True), {}), about.save_id)
+    folder.write(manifest.NAME, manifest.dump(joined(folder, about, SHAPES, packed, all_here=True), {}), about.save_id)
     return path
 
 
@@ -252,7 +246,7 @@ def test_any_range_is_read_from_the_pieces_that_hold_it(tag):
         for low, high in pairwise(cuts):
             target = torch.zeros(high - low)
             assert sum(count for _, _, count in overlaps(tensor, low, high - low)) == high - low
-            reader.read([ReadRequest(tensor=tensor, start=low, length=high - low, target=target)])
+            reader.read([ReadRequest(tensor, target, low)])
             assert torch.equal(target, whole[low:high]), (tensor.name, low, high)
 
 

@@ -309,7 +309,7 @@ FAULTS: dict[str, dict[str, tuple[str | None, Change]]] = {
             "not a file of torch.save",
             lambda folder: (folder / MODULE).write_bytes(b"hello, this is text" * 9),
         ),
-        "weights alone": ("not a file of DeepSpeed's module states", added(MODULE, {"weights": {}})),
+        "weights alone": ("no file of module states", added(MODULE, {"weights": {}})),
         "an expert of an old deepspeed": (
             "mixture of experts of a DeepSpeed before 0.5",
             added("expert_3_mp_rank_00_model_states.pt"),

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from ort_zero.checkpoint.files import storage
 from ort_zero.checkpoint.files.storage import open_folder
-from ort_zero.checkpoint.saves import shard_writer
-from ort_zero.checkpoint.saves.shard_writer import ShardEntry, write_shard
+from ort_zero.checkpoint.saves import checkpoint_writer
+from ort_zero.checkpoint.saves.checkpoint_writer import ShardEntry, write_shard
 from ort_zero.errors import CheckpointError
 
 
@@ -29,8 +29,8 @@ def entries(sizes: list[int]) -> list[ShardEntry]:
 
 @pytest.mark.parametrize("taken", [0, 1, 7, 1 << 30], ids=lambda n: f"{n} bytes at a time")
 def test_a_shard_is_whole_however_much_the_kernel_takes(tmp_path, monkeypatch, taken):
-    monkeypatch.setattr(shard_writer, "BLOCK", 64)
-    monkeypatch.setattr(shard_writer, "MAX_BUFFERS", 3)
+    monkeypatch.setattr(checkpoint_writer, "BLOCK", 64)
+    monkeypatch.setattr(checkpoint_writer, "MAX_BUFFERS", 3)
     real = os.writev
 
     def short(descriptor, views):
@@ -69,8 +69,8 @@ def test_a_shard_takes_few_calls_that_end_where_large_pages_of_a_file_do(tmp_pat
     ends = list(accumulate(written for _, written in calls))
     assert len(calls) <= most and ends[-1] == file.size == next(tmp_path.iterdir()).stat().st_size
     assert max(buffers for buffers, _ in calls) <= os.sysconf("SC_IOV_MAX")
-    full = {end for end, (buffers, _) in zip(ends, calls) if buffers == shard_writer.MAX_BUFFERS}
-    assert all(end % shard_writer.BLOCK == 0 or end in full for end in ends[:-1])
+    full = {end for end, (buffers, _) in zip(ends, calls) if buffers == checkpoint_writer.MAX_BUFFERS}
+    assert all(end % checkpoint_writer.BLOCK == 0 or end in full for end in ends[:-1])
 
 
 def test_a_file_that_may_not_be_so_large_is_an_error_and_leaves_nothing(tmp_path):

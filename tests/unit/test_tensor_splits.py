@@ -10,22 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ort_zero.checkpoint.deepspeed import split_geometry
+from ort_zero.checkpoint.deepspeed import splits
 from ort_zero.checkpoint.deepspeed.compare_values import is_constant, same_values
-from ort_zero.checkpoint.deepspeed.split_geometry import (
+from ort_zero.checkpoint.deepspeed.splits import (
     Block,
     PiecesOnDemand,
+    Rule,
     Split,
+    SplitNotes,
     first_rows,
     joined,
-    replicated,
-    split_along,
-)
-from ort_zero.checkpoint.deepspeed.split_rules import (
-    Rule,
-    SplitNotes,
     model_sizes,
     parse_rules,
+    replicated,
+    split_along,
     split_by_sizes,
 )
 from ort_zero.checkpoint.files.storage import open_folder
@@ -129,7 +127,7 @@ def test_a_map_of_a_stranger_is_refused_at_once(files, blocks):
 
 
 def test_many_pieces_are_found_again_when_they_are_used(files, monkeypatch):
-    monkeypatch.setattr(split_geometry, "MAX_PIECES_KEPT", 10)
+    monkeypatch.setattr(splits, "MAX_PIECES_KEPT", 10)
     whole = np.arange(40 * 6, dtype=np.float32).reshape(40, 6)
     parts = [files.part(whole[:, :4]), files.part(whole[:, 4:])]
     split = split_along([(40, 4), (40, 2)], 1)
@@ -143,10 +141,10 @@ def test_many_pieces_are_found_again_when_they_are_used(files, monkeypatch):
 
 
 def test_only_pieces_of_recently_used_tensors_stay_in_memory(files, monkeypatch):
-    monkeypatch.setattr(split_geometry, "MAX_PIECES_KEPT", 10)
+    monkeypatch.setattr(splits, "MAX_PIECES_KEPT", 10)
     whole = np.arange(2000 * 2, dtype=np.float32).reshape(2000, 2)
     parts = [files.part(whole[:, :1]), files.part(whole[:, 1:])]
-    kept = split_geometry.TENSORS_KEPT
+    kept = splits.TENSORS_KEPT
     made = [joined(parts, split_along([(2000, 1), (2000, 1)], 1)) for _ in range(kept + 2)]
     pieces = [tensor.pieces[0] for tensor in made]
     again = [tensor.pieces[0] for tensor in reversed(made)]

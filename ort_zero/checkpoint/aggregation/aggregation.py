@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ort_zero import env
-from ort_zero.checkpoint.aggregation.aggregation_plan import OutputFile, Plan, make_plan, split
+from ort_zero.checkpoint.aggregation.aggregation_plan import Plan, make_plan, split
 from ort_zero.checkpoint.aggregation.destination import existing_names, make_folder, publish, removable_names
 from ort_zero.checkpoint.aggregation.safetensors_files import open_safetensors
-from ort_zero.checkpoint.aggregation.streaming import Findings, Streamer
+from ort_zero.checkpoint.aggregation.streaming import Streamer
 from ort_zero.checkpoint.files.allowed_names import is_config_name
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.finding import find_source
@@ -21,7 +21,7 @@ from ort_zero.checkpoint.model_files.adapters import Merge
 from ort_zero.checkpoint.model_files.config_files import ConfigFile, config_files_beside, with_dtype
 from ort_zero.checkpoint.model_files.selection import ADAPTER, Selected, select
 from ort_zero.checkpoint.pieces import first_and_count
-from ort_zero.checkpoint.reads.record_checks import check_records_of
+from ort_zero.checkpoint.reads.checked_reads import check_records_of
 from ort_zero.checkpoint.records import MAX_NAMED, File, Source
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError
@@ -43,7 +43,7 @@ class AggregateReport:
     source: str
     """Folder or URL of the checkpoint that was read."""
     source_format: str
-    """Format of the checkpoint: "ort_zero" or "deepspeed"."""
+    """Format of the checkpoint: "ort_zero", "deepspeed" or "dcp"."""
     tag: str
     step: int | None
     zero_stage: int
@@ -73,19 +73,13 @@ class _Job:
     """An aggregation as rank 0 has planned it: what is read, written and published; the same on all ranks."""
 
     root: str
-    """Folder or URL of the checkpoint."""
     files: Mapping[str, File]
-    """The files of the checkpoint by name."""
     merges: Mapping[str, Merge]
-    """LoRA's matrices to add, by name of the base weight."""
     report: AggregateReport
     """The report of a dry run."""
     plan: Plan
-    """The files to write."""
     small_files: Mapping[str, bytes]
-    """Content of the files without tensors by name."""
     token: str
-    """Part of the partial names of this run."""
     removable: frozenset[str]
     """Names of files of another model in the destination, which this one replaces or removes."""
 
@@ -123,7 +117,7 @@ def aggregate(
     interrupt before that moment, `dst` has its earlier content.
 
     Args:
-        src: folder or fsspec URL: of one checkpoint of ort_zero or DeepSpeed, or of several with a file ``latest``.
+        src: folder or fsspec URL: of one checkpoint of any format, or of several with a file ``latest``.
         dst: folder or fsspec URL to write into.
         tag: name of the checkpoint, if `src` holds several.
         what: "weights"; "weights+optimizer", also for :func:`~ort_zero.checkpoint.load_optimizer_state`; or "adapter"
@@ -258,7 +252,6 @@ def _refuse_part(selected: Selected, configs: Mapping[str, ConfigFile]) -> None:
 
 
 def _configs(source: Source, src: str) -> dict[str, ConfigFile]:
-    """Return the configuration files in the checkpoint and beside it, by name."""
     refused = [name for name in source.config if not is_config_name(name)]
     if refused:  # checked again after the manifest's reader, since a name becomes a path here
         raise CheckpointError(f"{source.root} contains a file named {refused[0]!r}, which is no configuration file")
@@ -343,7 +336,8 @@ def _write(
     """
     rank_files = split(job.plan, ranks.rank, ranks.size)
     threads = _thread_count(workers, sum(file.size for file in rank_files))
-    total = _source_bytes(rank_files)
+    stored = (item for file in rank_files for entry in file.entries for item in first_and_count(entry.tensor.pieces))
+    total = sum(count * piece.length for piece, count in stored)
     try:
         with ranks.raise_on_all("writing"), bar(total, "aggregate", shown=shown and not ranks.rank) as progress:
             streamer = Streamer(
@@ -351,8 +345,8 @@ def _write(
             )
             streamer.write(rank_files, threads)
         if verify:
-            check_records_of(folder, job.files, streamer.findings.parts, ranks)
-        warnings = _warnings(ranks, streamer.findings)
+            check_records_of(folder, job.files, streamer.parts, ranks)
+        warnings = _warnings(ranks, streamer)
         if strict and warnings:
             raise CheckpointError(f"{job.root}: {'; '.join(warnings)}; refused by --strict")
         names = {file.name for file in job.plan.files}
@@ -364,21 +358,14 @@ def _write(
         raise
 
 
-def _warnings(ranks: RankGroup, findings: Findings) -> tuple[str, ...]:
-    """Return one warning per kind of value that the findings of all ranks report."""
-    gathered = ranks.gather((findings.not_finite, findings.overflown))
+def _warnings(ranks: RankGroup, streamer: Streamer) -> tuple[str, ...]:
+    gathered = ranks.gather((streamer.not_finite, streamer.overflown))
     texts = ("NaN or inf in {}", "values too large for the dtype became inf in {}")
     names_by_text = (sorted(set().union(*(pair[i] for pair in gathered))) for i in range(len(texts)))
     return tuple(text.format(shortened(names, MAX_NAMED)) for text, names in zip(texts, names_by_text) if names)
 
 
-def _source_bytes(files: tuple[OutputFile, ...]) -> int:
-    pieces = (item for file in files for entry in file.entries for item in first_and_count(entry.tensor.pieces))
-    return sum(count * piece.length for piece, count in pieces)
-
-
 def _thread_count(requested: int | None, size: int) -> int:
-    """Return the number of threads of a rank that writes `size` bytes."""
     if requested is not None and requested < 1:
         raise CheckpointError(f"workers is {requested}, must be at least 1")
     return requested or max(1, min(env.threads_per_rank(), size // _MIN_BYTES_PER_THREAD))

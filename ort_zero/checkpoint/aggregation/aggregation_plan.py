@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,9 +23,7 @@ from ort_zero.errors import CheckpointError
 from ort_zero.utils.sizes import parse_size
 
 WHAT = ("weights", "weights+optimizer")
-"""The values that ``--what`` accepts."""
 FORMATS = ("safetensors", "torch")
-"""The values that ``--format`` accepts."""
 OPTIMIZER_JSON = "optimizer.json"
 OPTIMIZER_FORMAT = "ort_zero.optimizer"
 OPTIMIZER_VERSION = 1
@@ -37,9 +35,7 @@ class OutputEntry(NamedTuple):
     """One tensor of an output file, and the stored tensor that its bytes come from."""
 
     name: str
-    """Key of the tensor in the output file."""
     tensor: Tensor
-    """The stored tensor in the checkpoint."""
     dtype: str
     """Dtype in which the tensor is written."""
     offset: int
@@ -47,7 +43,6 @@ class OutputEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor in the output file."""
         return self.tensor.elements * itemsize(self.dtype)
 
 
@@ -85,11 +80,6 @@ class Plan:
     """Index files and ``optimizer.json``, to be written last: name -> text."""
     parameters: int
     """Number of elements of all parameters without buffers; tied parameters count once."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files, with headers and the files in `texts`."""
-        return sum(file.size for file in self.files) + sum(len(text.encode()) for text in self.texts.values())
 
     @property
     def tensors(self) -> int:
@@ -162,15 +152,6 @@ def split(plan: Plan, rank: int, size: int) -> tuple[OutputFile, ...]:
     return tuple(file for file in plan.files if file.name in names_of_rank)
 
 
-def make_header(
-    entries: Iterable[OutputEntry], aliases: Mapping[str, str], marks: Mapping[str, str] | None = None
-) -> bytes:
-    """Return the safetensors header of an output file; its metadata has the tied names `aliases` and `marks`."""
-    rows = [HeaderEntry(e.name, e.dtype, e.tensor.shape, e.offset, e.nbytes) for e in entries]
-    notes = {**aliases, **(marks or {}), "format": "pt"}
-    return safetensors_header.encode(rows, notes, "choose a smaller --max-shard-size")
-
-
 def _identity(source: Source) -> str:
     """Return an identifier of the checkpoint: a digest of the sizes and checksums of its files."""
     digest = xxhash.xxh3_128(source.tag.encode())
@@ -193,7 +174,6 @@ def _check_names(source: Source) -> None:
 
 
 def _aliases(source: Source, weights: list[Tensor]) -> dict[str, str]:
-    """Return alias -> stored name for each alias of a written tensor."""
     written = {t.name for t in weights}
     for alias, name in source.aliases.items():
         if name not in written and name not in source.frozen:
@@ -218,11 +198,13 @@ def _files(
         names = {key for key, _, _ in shard}
         tied = {alias: name for alias, name in aliases.items() if name in names}
         entries = _lay_out(shard)
+        rows = [HeaderEntry(e.name, e.dtype, e.tensor.shape, e.offset, e.nbytes) for e in entries]
+        metadata = {**tied, **marks, "format": "pt"}
         files.append(
             OutputFile(
                 name=f"{stem}{part}.{end}",
                 format=format,
-                header=make_header(entries, tied, marks),
+                header=safetensors_header.encode(rows, metadata, "choose a smaller --max-shard-size"),
                 entries=entries,
                 aliases=tied,
             )

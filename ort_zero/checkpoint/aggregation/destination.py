@@ -32,11 +32,6 @@ _PARTIAL_NAME = re.compile(rf"\.(?P<name>.+?)\.[0-9a-f]{{8}}{re.escape(PARTIAL)}
 
 
 def existing_names(target: Folder, root: str, overwrite: bool) -> list[str]:
-    """Return the names of the files at the destination.
-
-    Args:
-        root: folder or URL of the checkpoint that is read.
-    """
     refuse_within(target, root)
     existing = [name for name in target.names() if not name.startswith(RENDEZVOUS)]
     others = [name for name in existing if not is_left_over(name)]
@@ -76,7 +71,6 @@ def _family(name: str) -> str | None:
 
 
 def _is_alternative(family: str, other: str) -> bool:
-    """Return True if two different families hold the same model, or the same adapter."""
     return family.startswith(_ADAPTER) == other.startswith(_ADAPTER) and other != _OPTIMIZER
 
 
@@ -89,16 +83,7 @@ def publish(
     token: str,
     ranks: RankGroup,
 ) -> dict[str, int]:
-    """Rename the partial files of all ranks to their final names; return the sizes in bytes. All ranks must call.
-
-    Args:
-        own: names of those that this rank wrote.
-        removable: names of files there that are removed unless they are written.
-
-    Raises:
-        CheckpointError: a file cannot be renamed, written or removed.
-        RankError: another rank failed.
-    """
+    """Rename the partial files of all ranks to their final names; return the sizes in bytes. All ranks must call."""
     written = {*names, *small_files}
     with ranks.raise_on_all("publishing"):
         if ranks.rank == 0:
@@ -120,7 +105,6 @@ def publish(
 
 
 def make_folder(target: Folder) -> None:
-    """Make the destination."""
     try:
         target.make()
     except OSError as error:

@@ -18,11 +18,6 @@ _OPTIMIZER = "optimizer"
 _MAX_INDEX_BYTES = 256 << 20
 
 
-def are_in(folder: Folder) -> bool:
-    """Return True if `folder` holds a safetensors file."""
-    return any(name.endswith(END) for name in folder.names())
-
-
 def open_safetensors(path: str) -> Source:
     """Return the tensors of one safetensors file, or of a folder of safetensors files.
 
@@ -59,15 +54,9 @@ def open_safetensors(path: str) -> Source:
     return Source(
         format="safetensors",
         root=url.rstrip("/"),
-        tag="",
-        step=None,
-        world_size=1,
-        zero_stage=0,
         tensors=tuple(tensors.values()),
         files=files,
         aliases={alias: name for alias, name in aliases.items() if (WEIGHT, alias) not in tensors},
-        frozen=frozenset(),
-        optimizer=None,
         save_id=next(iter(marks), ""),
     )
 

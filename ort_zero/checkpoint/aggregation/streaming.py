@@ -11,7 +11,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from typing import IO, TYPE_CHECKING, Any
 
@@ -20,8 +19,7 @@ from ort_zero.checkpoint.files.casting import all_finite, cast, rows_of
 from ort_zero.checkpoint.files.dtypes import itemsize, torch_dtype
 from ort_zero.checkpoint.files.storage import CHUNK, Folder, LocalFolder
 from ort_zero.checkpoint.model_files.adapters import Merge
-from ort_zero.checkpoint.reads.checked_reads import CheckedReader, WantedBytes
-from ort_zero.checkpoint.reads.record_checks import Part
+from ort_zero.checkpoint.reads.checked_reads import CheckedReader, Part, ReadRequest, WantedBytes
 from ort_zero.checkpoint.records import BUFFER, File, Piece
 
 if TYPE_CHECKING:
@@ -31,20 +29,8 @@ _MIN_WINDOW = 1 << 20  # bytes
 _BYTES_PER_FILE = 32 << 10
 """Bytes of a window per source file: a window of ZeRO-3 has a part of each file, and every read has a fixed cost."""
 _MIN_JOB = 4 << 20
-"""Minimum number of bytes that one job of a thread writes."""
 _JOBS_PER_THREAD = 8
 """Number of jobs that a thread does: threads that are done early take the jobs that are left."""
-
-
-@dataclass
-class Findings:
-    """The reports of the threads about checksums and values; thread-safe through ``list.extend`` and ``set.add``."""
-
-    parts: list[Part] = field(default_factory=list)
-    not_finite: set[str] = field(default_factory=set)
-    """Names of parameters whose stored or merged values hold NaN or inf."""
-    overflown: set[str] = field(default_factory=set)
-    """Names of parameters with finite values that the cast turned into inf."""
 
 
 class _Stopped(Exception):
@@ -53,6 +39,11 @@ class _Stopped(Exception):
 
 class Streamer:
     """A writer of output files from one checkpoint.
+
+    Attributes:
+        parts: the parts that were read of records with a CRC-32.
+        not_finite: names of parameters whose stored or merged values hold NaN or inf.
+        overflown: names of parameters with finite values that the cast turned into inf.
 
     Args:
         token: part of the names of this run's partial files.
@@ -71,7 +62,9 @@ class Streamer:
         verify: bool = True,
         advance: Callable[[int], object] = lambda number: None,
     ):
-        self.findings = Findings()
+        self.parts: list[Part] = []
+        self.not_finite: set[str] = set()
+        self.overflown: set[str] = set()
         self._source, self._files = source, files
         self._target, self._token = target, token
         self._merges = merges or {}
@@ -132,7 +125,6 @@ class Streamer:
                 torch.save(_mapped(file, data.fileno()), out)
 
     def _copy(self, entries: Sequence[OutputEntry], out: IO[bytes]) -> None:
-        """Write the tensors of `entries`, one after the other."""
         reader = CheckedReader(self._source, self._files, self._verify)
         buffer = memoryview(bytearray(min(self._window, sum(entry.tensor.nbytes for entry in entries))))
         waiting: list[tuple[OutputEntry, Piece]] = []
@@ -160,12 +152,11 @@ class Streamer:
                 for block in reader.blocks(entry.tensor, piece):
                     self._put(entry, block, out)
         flush()
-        self.findings.parts.extend(reader.parts)
+        self.parts.extend(reader.parts)
 
     def _copy_window(
         self, pieces: list[tuple[OutputEntry, Piece]], reader: CheckedReader, buffer: memoryview, out: IO[bytes]
     ) -> None:
-        """Read pieces into `buffer`, and write their tensors."""
         wanted, end = [], 0
         for entry, piece in pieces:
             wanted.append(WantedBytes(entry.tensor, piece, 0, piece.length, buffer[end : end + piece.length]))
@@ -180,11 +171,9 @@ class Streamer:
     def _copy_alone(self, entry: OutputEntry, merge: Merge | None, reader: CheckedReader, out: IO[bytes]) -> None:
         """Write a tensor that is merged with LoRA's matrices, or that is not row-major in its file."""
         if merge is not None:
-            from ort_zero.checkpoint.aggregation.lora_merge import merged_rows
-
-            for rows in merged_rows(merge, reader, entry.dtype):
+            for rows in _merged_rows(merge, reader, entry.dtype):
                 if not all_finite(rows, entry.dtype):
-                    self.findings.not_finite.add(entry.tensor.name)
+                    self.not_finite.add(entry.tensor.name)
                 out.write(rows)
             return
         tensor = entry.tensor
@@ -203,7 +192,7 @@ class Streamer:
         is_scanned = entry.tensor.kind != BUFFER and not entry.tensor.is_optimizer_state
         finite = not is_scanned or all_finite(data, source)
         if not finite:
-            self.findings.not_finite.add(entry.tensor.name)
+            self.not_finite.add(entry.tensor.name)
         self._advance(len(data))
         if dtype == source:
             out.write(data)
@@ -211,7 +200,7 @@ class Streamer:
         result = memoryview(bytearray(len(data) // itemsize(source) * itemsize(dtype)))
         cast(data, source, dtype, result)
         if is_scanned and finite and not all_finite(result, dtype):
-            self.findings.overflown.add(entry.tensor.name)
+            self.overflown.add(entry.tensor.name)
         out.write(result)
 
 
@@ -241,3 +230,23 @@ def _mapped(file: OutputFile, descriptor: int) -> dict[str, torch.Tensor]:
         state[entry.name] = flat.reshape(entry.tensor.shape)
     state.update({alias: state[name] for alias, name in file.aliases.items()})
     return state
+
+
+def _merged_rows(merge: Merge, reader: CheckedReader, dtype: str) -> Iterator[memoryview]:
+    """Yield the bytes of a base weight with LoRA's matrices added, a few rows at a time.
+
+    Sums are computed in float32 and rounded once, to `dtype`. The base weight lies in memory in its stored dtype.
+    """
+    import torch
+
+    base = torch.empty(merge.base.shape, dtype=torch_dtype(merge.base.dtype))
+    a, b = (torch.empty(stored.shape, dtype=torch.float32) for stored in (merge.a, merge.b))
+    reader.read(
+        ReadRequest(stored, target.view(-1)) for stored, target in ((merge.base, base), (merge.a, a), (merge.b, b))
+    )
+    step = max(1, CHUNK // (4 * max(1, base.shape[1])))
+    for row in range(0, base.shape[0], step):
+        part = slice(row, row + step)
+        update = (b @ a[:, part]).T if merge.transposed else b[part] @ a
+        result = (base[part].float() + merge.scale * update).to(torch_dtype(dtype))
+        yield result.contiguous().view(-1).view(torch.uint8).numpy().data

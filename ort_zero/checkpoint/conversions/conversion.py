@@ -11,36 +11,22 @@ from typing import Any
 
 import torch
 
+from ort_zero.checkpoint.deepspeed.training_state import saved_training_state
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.format.values import decode_in_json
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
-from ort_zero.checkpoint.reads.training_state import TrainingState, read_training_state, without_training_state
-from ort_zero.checkpoint.records import (
-    BUFFER,
-    MASTER,
-    MAX_NAMED,
-    MODULE,
-    WEIGHT,
-    Source,
-    Tensor,
-    buffer_kind,
-    is_extra_state,
-)
+from ort_zero.checkpoint.reads.training_state import TrainingState
+from ort_zero.checkpoint.records import BUFFER, MASTER, MAX_NAMED, MODULE, WEIGHT, Source, Tensor, is_extra_state
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.text import shortened
 
 _MAPPED = 64 << 20
 """Minimum number of bytes per memory map: the number of maps of a process is limited, so tensors share maps."""
 _ALIGNMENT = 64
-"""Tensors begin at multiples of this many bytes."""
 
 
 class Scratch:
-    """A temporary file with tensors. The file has no name, so it vanishes when the process ends.
-
-    Args:
-        folder: a folder on the disk to use; by default the system's folder for temporary files.
-    """
+    """A temporary file with tensors. The file has no name, so it vanishes when the process ends."""
 
     def __init__(self, folder: str | None = None):
         self._file = tempfile.TemporaryFile(prefix=".ort_zero_", dir=folder, buffering=0)
@@ -75,7 +61,6 @@ class Conversion:
 
     source: Source
     target: Folder
-    """Where the files of the new checkpoint are written."""
     new: Source
     """The new checkpoint without tensors and files; its `save_id` is part of the names of partial files, its format
     "ort_zero", "deepspeed", "universal" or "dcp"."""
@@ -84,9 +69,7 @@ class Conversion:
     files: dict[str, int] = field(default_factory=dict)
     """Size in bytes of each file that this rank has written, by name."""
     begun: list[str] = field(default_factory=list)
-    """Names of the files that this rank has begun to write."""
     notes: list[str] = field(default_factory=list)
-    """Remarks about the new checkpoint for the user, one sentence each."""
 
     def __post_init__(self) -> None:
         if self.new.world_size != self.source.world_size:
@@ -127,20 +110,9 @@ class Conversion:
 
     def training_state(self, rank: int) -> TrainingState:
         """Return the training state (without tensors) of `rank` of the source; a new rank gets the state of rank 0."""
-        if self.source.format == "ort_zero":
-            return read_training_state(self.folder, self.source, rank)
-        if self.source.format == "dcp":
-            return without_training_state(self.source)
-        from ort_zero.checkpoint.deepspeed.training_state import read_deepspeed_training_state
-
-        return read_deepspeed_training_state(self.folder, self.source, rank)
-
-    def buffers_of(self, rank: int) -> dict[str, Tensor]:
-        """Return the buffers of a rank of the new checkpoint."""
-        return {**self.buffers, **self.source.by_name(buffer_kind(rank))}
+        return saved_training_state(self.folder, self.source, rank)
 
     def new_scratch(self) -> None:
-        """Free the memory of tensors, and reserve new memory."""
         self.scratch.close()
         self.scratch = Scratch(self.target.url if isinstance(self.target, LocalFolder) else None)
 
@@ -148,7 +120,7 @@ class Conversion:
         """Return memory for a whole tensor, in its shape; append to `requests` the reads that fill it."""
         flat = self.scratch.tensor(tensor.elements, dtype)
         if tensor.elements:
-            requests.append(ReadRequest(tensor=tensor, start=0, length=tensor.elements, target=flat))
+            requests.append(ReadRequest(tensor, flat))
         return flat.view(tensor.shape)
 
     def save(self, folder: Folder, name: str, content: Any, reported_name: str | None = None) -> None:

@@ -27,11 +27,7 @@ _DECOUPLED = "decoupled_weight_decay"
 
 
 class _Planner(DefaultSavePlanner):
-    """A planner that reads a tensor when torch writes it.
-
-    Args:
-        stored: the stored tensor by the id of its place holder on the device "meta".
-    """
+    """A planner that reads a tensor when torch writes it."""
 
     def __init__(self, work: Conversion, stored: dict[int, Tensor]):
         super().__init__()
@@ -43,7 +39,7 @@ class _Planner(DefaultSavePlanner):
             return super().transform_object(write_item, object)
         tensor = self._stored[id(object)]
         values = torch.empty(tensor.elements, dtype=object.dtype)
-        self._work.reader.read([ReadRequest(tensor=tensor, start=0, length=tensor.elements, target=values)])
+        self._work.reader.read([ReadRequest(tensor, values)])
         return values.view(tensor.shape)
 
 
@@ -73,7 +69,6 @@ def write(work: Conversion) -> None:
 
 
 def _states(work: Conversion, holder: Any) -> dict[str, dict[str, Any]]:
-    """Return the optimizer's states by parameter, with place holders for tensors."""
     assert work.source.optimizer is not None
     states: dict[str, dict[str, Any]] = {}
     for key, numbers in work.source.optimizer.scalars.items():

@@ -1,4 +1,8 @@
-"""Write a conversion in the format of DeepSpeed's ``save_checkpoint``, for ZeRO-1, 2 or 3."""
+"""Write a conversion in the format of DeepSpeed's ``save_checkpoint``, for ZeRO-1, 2 or 3, or as universal checkpoint.
+
+A universal checkpoint has one file per whole parameter and per whole optimizer state. It suits every world size and
+ZeRO stage, so the module's file is written in both of its forms.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,11 @@ from typing import Any
 import torch
 
 from ort_zero.checkpoint.conversions.conversion import Conversion
+from ort_zero.checkpoint.files.allowed_names import is_plain_name
 from ort_zero.checkpoint.files.dtypes import torch_dtype
 from ort_zero.checkpoint.reads.checked_reads import ReadRequest
 from ort_zero.checkpoint.reads.training_state import TrainingState
-from ort_zero.checkpoint.records import EXTRA_STATE, MAX_NAMED, Tensor
+from ort_zero.checkpoint.records import EXTRA_STATE, MAX_NAMED, Tensor, buffer_kind
 from ort_zero.compat import deepspeed_files
 from ort_zero.compat.deepspeed_partitions import FlatGroup, zero3_groups, zero3_part, zero12_group
 from ort_zero.errors import CheckpointError
@@ -46,7 +51,6 @@ def check(work: Conversion) -> None:
 
 
 def write_rank(work: Conversion, rank: int) -> None:
-    """Write the files of one rank of the new checkpoint."""
     version = deepspeed_files.require_deepspeed()
     saved = work.training_state(rank)
     flats = flat_groups(work, rank)
@@ -70,7 +74,6 @@ def save_module(work: Conversion, rank: int, flats: list[FlatGroup], saved: Trai
 
 
 def flat_groups(work: Conversion, rank: int) -> list[FlatGroup]:
-    """Return the layout of the flat tensors of a rank of the new checkpoint."""
     shapes = {name: tensor.shape for name, tensor in work.masters.items()}
     if work.new.zero_stage == 3:
         return zero3_groups(work.groups(), shapes, rank, work.new.world_size, work.sub_group_size)
@@ -160,21 +163,18 @@ def _flat(
     for place in flat.places:
         if place.name in by_name:
             target = room.narrow(0, place.offset, place.length)
-            requests.append(
-                ReadRequest(tensor=by_name[place.name], start=place.start, length=place.length, target=target)
-            )
+            requests.append(ReadRequest(by_name[place.name], target, place.start))
     return room
 
 
 def _module_content(
     work: Conversion, rank: int, flats: list[FlatGroup], saved: TrainingState, by_rank: bool
 ) -> dict[str, Any]:
-    """Return the content of ``*_model_states.pt``."""
     requests: list[ReadRequest] = []
     dtype = torch_dtype(work.dtype)
     module: dict[str, Any] = OrderedDict()
     fragments: dict[str, torch.Tensor] = OrderedDict()
-    buffers = work.buffers_of(rank)
+    buffers = {**work.buffers, **work.source.by_name(buffer_kind(rank))}
     for name, tensor in work.source.weights().items():
         stored_dtype = torch_dtype(tensor.dtype)
         if name in work.buffers:
@@ -226,5 +226,84 @@ def _partition(work: Conversion, tensor: Tensor, rank: int, requests: list[ReadR
     start, length = zero3_part(tensor.elements, rank, work.new.world_size)
     room = work.scratch.tensor(-(-tensor.elements // work.new.world_size), torch_dtype(tensor.dtype))
     if length:
-        requests.append(ReadRequest(tensor=tensor, start=start, length=length, target=room.narrow(0, 0, length)))
+        requests.append(ReadRequest(tensor, room.narrow(0, 0, length), start))
     return room
+
+
+_UNIVERSAL = "zero"
+_MASTER, _STEP = "fp32", "step"
+_INTEGER_STEPS = ("Fused", "DeepSpeed", "OnebitAdam", "ZeroOneAdam")
+"""Prefixes of the class names of optimizers that store the step as a Python int; torch's optimizers store a tensor."""
+
+
+def check_universal(work: Conversion) -> None:
+    """Raise CheckpointError for names that cannot name a folder or a file, and for numbers that have no file."""
+    for name in work.masters:
+        if not is_plain_name(name):
+            raise CheckpointError(f"the parameter's name {name!r} cannot be the name of a folder")
+    for kind in work.states:
+        if not is_plain_name(kind) or kind in (_MASTER, _STEP):
+            raise CheckpointError(f"the name {kind!r} of an optimizer state cannot be the name of its file")
+    numbers = work.source.optimizer.scalars.keys() - {_STEP} if work.source.optimizer else ()
+    if numbers:
+        raise CheckpointError(
+            f"{work.source.root}: a universal checkpoint has no place for the optimizer's "
+            f"{', '.join(sorted(numbers))}; --to deepspeed has"
+        )
+
+
+def write_universal_share(work: Conversion, rank: int, ranks: int) -> None:
+    """Write the files of the parameters that belong to `rank` of `ranks` ranks, one parameter at a time in memory."""
+    for number, names in enumerate(work.groups()):
+        for index, name in enumerate(names):
+            if (number + index) % ranks == rank:
+                _write_parameter(work, name, names)
+
+
+def write_universal_rest(work: Conversion) -> None:
+    """Write the files that all parameters share: the optimizer's groups and the module's files."""
+    version = deepspeed_files.require_deepspeed()
+    saved = work.training_state(0)
+    groups = param_groups(work, [[index] for index in range(len(work.groups()))])
+    state = {index: _step(work, names) for index, names in enumerate(work.groups())}
+    content: dict[str, Any] = {
+        **scale_of(work, saved),
+        "zero_stage": deepspeed_files.stage_number(work.new.zero_stage),
+        "partition_count": [work.new.world_size] * len(groups),
+        "ds_version": version,
+        "param_groups": groups,
+        "optimizer_state_dict": {"state": state, "param_groups": groups},
+    }
+    work.save(work.target.child(_UNIVERSAL), "optimizer_state.pt", content, f"{_UNIVERSAL}/optimizer_state.pt")
+    flats = flat_groups(work, 0)
+    save_module(work, 0, flats, saved, by_rank=False)
+    save_module(work, 0, flats, saved, by_rank=True)
+
+
+def _write_parameter(work: Conversion, name: str, group: list[str]) -> None:
+    work.new_scratch()
+    requests: list[ReadRequest] = []
+    master = work.masters[name]
+    content: dict[str, Any] = {_MASTER: {"param": work.whole(master, torch.float32, requests)}}
+    for kind, dtype in states_of_group(work, group).items():
+        state = work.states[kind].get(name)
+        if state is None:
+            content[kind] = {"param": work.scratch.tensor(master.elements, dtype).view(master.shape)}
+        else:
+            content[kind] = {"param": work.whole(state, torch_dtype(state.dtype), requests)}
+    work.reader.read(requests)
+    content |= _step(work, group)
+    folder = work.target.child(f"{_UNIVERSAL}/{name}")
+    folder.make()
+    for kind, value in content.items():
+        work.save(folder, f"{kind}.pt", value, f"{_UNIVERSAL}/{name}/{kind}.pt")
+
+
+def _step(work: Conversion, names: list[str]) -> dict[str, Any]:
+    """Return ``{"step": ...}`` of a group in its optimizer's type; an empty dict before the first step."""
+    optimizer = work.source.optimizer
+    step = work.numbers(names).get(_STEP)
+    if step is None or optimizer is None:
+        return {}
+    integer = (optimizer.class_name or "").startswith(_INTEGER_STEPS)
+    return {_STEP: int(step) if integer else torch.tensor(float(step))}

@@ -17,18 +17,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ort_zero.checkpoint import seal
-from ort_zero.checkpoint.conversions import convert_dcp, convert_deepspeed, convert_ours, convert_universal
+from ort_zero.checkpoint.conversions import convert_dcp, convert_deepspeed
 from ort_zero.checkpoint.conversions.conversion import Conversion
-from ort_zero.checkpoint.dcp import metadata
-from ort_zero.checkpoint.dcp.reader import SUFFIX
+from ort_zero.checkpoint.dcp.reader import METADATA, SUFFIX
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.files.allowed_names import is_plain_name
-from ort_zero.checkpoint.files.dtypes import CHOICES, output_code
+from ort_zero.checkpoint.files.dtypes import CHOICES, output_code, torch_dtype
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder, refuse_within
 from ort_zero.checkpoint.finding import find_source, format_in
-from ort_zero.checkpoint.format import manifest
-from ort_zero.checkpoint.reads.record_checks import check_records_of
-from ort_zero.checkpoint.records import MAX_NAMED, Source
+from ort_zero.checkpoint.format import manifest, values
+from ort_zero.checkpoint.reads.checked_reads import ReadRequest, check_records_of
+from ort_zero.checkpoint.reads.training_state import OPTIONAL_KEYS
+from ort_zero.checkpoint.records import BUFFER, MAX_NAMED, Source, Tensor, buffer_kind, is_extra_state
+from ort_zero.checkpoint.saves.checkpoint_writer import Shard, ShardEntry, joined, manifest_bytes, write_rank_files
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
@@ -36,7 +37,6 @@ from ort_zero.utils.progress import bar
 from ort_zero.utils.text import shortened
 
 FORMATS = ("ort_zero", "deepspeed", "universal", "dcp")
-"""The values of the argument ``to``."""
 SUB_GROUP_SIZE = 1_000_000_000
 """DeepSpeed's default of the option ``sub_group_size``, in elements."""
 _RENAME_EXCHANGE = 2
@@ -91,7 +91,7 @@ def convert(
     rank lie in a memory-mapped temporary file, so the operating system decides how much memory they take.
 
     Args:
-        src: folder or fsspec URL: of one checkpoint of ort_zero or DeepSpeed, or of several with a file ``latest``.
+        src: folder or fsspec URL: of one checkpoint of any format, or of several with a file ``latest``.
         dst: folder or fsspec URL for checkpoints; made if missing.
         to: "ort_zero", "deepspeed" (the files of ``save_checkpoint`` under ZeRO), "universal" (DeepSpeed's), or "dcp"
             (``torch.distributed.checkpoint``, for FSDP).
@@ -163,7 +163,6 @@ def convert(
 def _described(
     source: Source, to: str, world_size: int | None, stage: int | None, dtype: str, sub_group_size: int
 ) -> Source:
-    """Return the new checkpoint without tensors and files."""
     if to not in FORMATS:
         raise CheckpointError(f"the format {to!r} is not known; choose {', '.join(FORMATS)}")
     if dtype not in CHOICES:
@@ -219,14 +218,13 @@ def _refuse_place(place: Folder, source: Source, overwrite: bool) -> None:
 def _is_of_a_checkpoint(name: str) -> bool:
     ours = re.fullmatch(r"manifest\.json|rank_\d{5}_(master|optimizer|extra)(\.[0-9a-f]{8})?\.(safetensors|json)", name)
     patterns = (file_names.OPTIMIZER_FILE, file_names.RANK_MODULE_FILE, file_names.MODULE_FILE)
-    others = (metadata.NAME, seal.NAME, "zero")
+    others = (METADATA, seal.NAME, "zero")
     if ours or _is_left_over(name) or name in others or name.endswith(SUFFIX):
         return True
     return any(pattern.fullmatch(name) for pattern in patterns)
 
 
 def _is_left_over(name: str) -> bool:
-    """Return True for the name of an incomplete file."""
     return name.startswith(".") and name.endswith(PARTIAL)
 
 
@@ -259,13 +257,13 @@ def _write(work: Conversion, ranks: RankGroup, progress: bool) -> None:
         if new.format != "dcp":
             work.check_shapes()
         if new.format == "universal":
-            convert_universal.check(work)
+            convert_deepspeed.check_universal(work)
         if new.format in ("deepspeed", "universal"):
             convert_deepspeed.check(work)
         if new.format == "universal":
-            convert_universal.write_share(work, ranks.rank, ranks.size)
+            convert_deepspeed.write_universal_share(work, ranks.rank, ranks.size)
             if ranks.rank == 0:
-                convert_universal.write_rest(work)
+                convert_deepspeed.write_universal_rest(work)
         elif new.format == "dcp":
             if ranks.rank == 0:
                 convert_dcp.write(work)
@@ -273,7 +271,7 @@ def _write(work: Conversion, ranks: RankGroup, progress: bool) -> None:
             for rank in target_ranks:
                 work.new_scratch()
                 if new.format == "ort_zero":
-                    parts[rank] = convert_ours.write_rank(work, rank)
+                    parts[rank] = _write_our_rank(work, rank)
                 else:
                     convert_deepspeed.write_rank(work, rank)
                 shown.update(1)
@@ -283,7 +281,7 @@ def _write(work: Conversion, ranks: RankGroup, progress: bool) -> None:
         all_parts.update(rank_parts)
     with ranks.raise_on_all("converting"):
         if new.format == "ort_zero" and ranks.rank == 0:
-            convert_ours.write_manifest(work, [all_parts[rank] for rank in range(new.world_size)])
+            _write_our_manifest(work, [all_parts[rank] for rank in range(new.world_size)])
 
 
 def _publish(parent: Folder, target: Folder, new: Source) -> tuple[str, ...]:
@@ -296,7 +294,8 @@ def _publish(parent: Folder, target: Folder, new: Source) -> tuple[str, ...]:
         else:
             os.rename(target.url, place.url)
     else:
-        _remove_left_overs(place)
+        for name in filter(_is_left_over, place.names()):  # of a killed run
+            place.remove_if_possible(name)
     if new.format == "dcp":
         return ()
     latest = file_names.LATEST_UNIVERSAL if new.format == "universal" else manifest.LATEST
@@ -318,12 +317,6 @@ def _exchange(new: str, old: str) -> None:
     os.rename(aside, new)
 
 
-def _remove_left_overs(place: Folder) -> None:
-    """Remove the partial files of a killed run from a remote checkpoint."""
-    for name in filter(_is_left_over, place.names()):
-        place.remove_if_possible(name)
-
-
 def _discard(work: Conversion, ranks: RankGroup, written: bool) -> None:
     """Remove the files of a failed conversion, but for a remote checkpoint whose files are all `written`."""
     if not isinstance(work.target, LocalFolder):
@@ -332,3 +325,55 @@ def _discard(work: Conversion, ranks: RankGroup, written: bool) -> None:
             work.target.remove_if_possible(name)
     elif ranks.rank == 0 and work.target.url.endswith(f"{work.new.save_id}{PARTIAL}"):
         shutil.rmtree(work.target.url, ignore_errors=True)
+
+
+def _write_our_rank(work: Conversion, rank: int) -> bytes:
+    """Write the files of one rank of the new checkpoint; return the rank's part of the manifest, packed."""
+    weights: list[ShardEntry] = []
+    moments: list[ShardEntry] = []
+    requests: list[ReadRequest] = []
+    for tensor in work.source.tensors:
+        if is_extra_state(tensor.name) and not tensor.is_optimizer_state:
+            continue
+        start, length = _part(tensor, rank, work.new.world_size)
+        if length:
+            room = work.scratch.tensor(length, torch_dtype(tensor.dtype))
+            requests.append(ReadRequest(tensor, room, start))
+            entry = ShardEntry(name=tensor.name, kind=tensor.kind, start=start, tensor=room)
+            (moments if tensor.is_optimizer_state else weights).append(entry)
+    work.reader.read(requests)
+    tensors: list[Any] = []
+    state = vars(work.training_state(rank))
+    extra = {
+        key: values.encode(v, key, tensors) for key, v in state.items() if v is not None or key not in OPTIONAL_KEYS
+    }
+    extra["counters"] = {"micro_steps": 0, **extra["counters"]} if extra["counters"] else extra["counters"]
+    optimizer = work.source.optimizer
+    scalars = optimizer.scalars if optimizer is not None and rank == 0 else {}
+    shard = Shard(weights=weights, moments=moments, extra=extra, extra_tensors=tensors, scalars=scalars)
+    names: list[str] = []
+    try:
+        part = write_rank_files(work.target, work.new, shard, rank, work.new.world_size, names)
+    finally:
+        work.begun += names
+    for name in names:
+        work.target.publish(name, work.new.save_id)
+        work.files[name] = work.target.size(name) or 0
+    return part.packed()
+
+
+def _write_our_manifest(work: Conversion, packed: list[bytes]) -> None:
+    """Write the manifest, which completes the checkpoint, from the packed parts of all ranks in rank order."""
+    shapes = {name: t.shape for name, t in work.source.weights().items() if not is_extra_state(name)}
+    about = replace(work.new, root=work.target.path(), frozen=work.source.frozen & shapes.keys())
+    data = manifest_bytes(joined(work.target, about, shapes, packed))
+    work.begun.append(manifest.NAME)
+    work.target.write(manifest.NAME, data, work.new.save_id)
+    work.files[manifest.NAME] = len(data)
+
+
+def _part(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
+    if tensor.kind == BUFFER or tensor.is_of_one_rank:
+        return 0, tensor.elements if tensor.kind == buffer_kind(rank) else 0
+    start = tensor.elements * rank // world_size
+    return start, tensor.elements * (rank + 1) // world_size - start

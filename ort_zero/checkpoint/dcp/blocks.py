@@ -26,26 +26,17 @@ class Block(NamedTuple):
     sizes: tuple[int, ...]
     file: str
     offset: int
-    """Bytes from the start of the file to the block's first element."""
-
-
-class CoverError(ValueError):
-    """Blocks that do not cover each element of the tensor exactly once; says which elements."""
+    """Bytes from the start of the file to the block's first element, or to the zip with it."""
+    length: int = 0
+    """Bytes of the zip."""
 
 
 def pieces_of_blocks(shape: tuple[int, ...], blocks: Iterable[Block], itemsize: int) -> Sequence[Piece]:
-    """Return the ranges of elements of a tensor of `shape`, in the order of the elements.
-
-    Args:
-        blocks: the blocks; empty ones are left out.
-
-    Raises:
-        CoverError: elements are in no block or in two, or a block lies outside of the tensor.
-    """
+    """Return the ranges of elements of a tensor of `shape`, in the order of the elements."""
     filled = [block for block in blocks if math.prod(block.sizes)]
     for block in filled:
         if any(o + n > size for o, n, size in zip(block.offsets, block.sizes, shape)):
-            raise CoverError(f"its shard {_range(block)} lies outside of its shape {list(shape)}")
+            raise ValueError(f"its shard {_range(block)} lies outside of its shape {list(shape)}")
     if not math.prod(shape):
         return ()
     grid = _Grid.of(shape, filled, itemsize)
@@ -53,11 +44,7 @@ def pieces_of_blocks(shape: tuple[int, ...], blocks: Iterable[Block], itemsize: 
 
 
 class _Grid(LazyPieces):
-    """The contiguous ranges of elements of a tensor whose blocks form a grid.
-
-    Args:
-        cuts: indices along each axis at which parts begin.
-    """
+    """The contiguous ranges of elements of a tensor whose blocks form a grid."""
 
     def __init__(
         self,
@@ -91,7 +78,6 @@ class _Grid(LazyPieces):
         return math.prod(self._shape[: self._axis]) * self._parts
 
     def piece_at(self, index: int) -> Piece:
-        """Return the range at `index`, from 0 on, in the order of the elements."""
         if not self._shape:
             block = self._blocks[()]
             return Piece(block.file, block.offset, self._itemsize, 0)
@@ -108,7 +94,6 @@ class _Grid(LazyPieces):
 
 
 def _index_of(number: int, shape: Sequence[int]) -> list[int]:
-    """Return the index of element `number` of a row-major array of `shape`."""
     index = []
     for size in reversed(shape):
         number, at = divmod(number, size)
@@ -130,17 +115,17 @@ def _ranges(shape: tuple[int, ...], blocks: Sequence[Block], itemsize: int) -> t
             length = elements * itemsize
             pieces.append(Piece(block.file, block.offset + number * length, length, at))
         if len(pieces) > _MAX_RANGES:
-            raise CoverError(f"its {len(blocks)} shards form no grid and have more than {_MAX_RANGES} ranges")
+            raise ValueError(f"its {len(blocks)} shards form no grid and have more than {_MAX_RANGES} ranges")
     pieces.sort(key=lambda piece: piece.start)
     position = 0
     for piece in pieces:
         if piece.start > position:
-            raise CoverError(f"its elements {position} to {piece.start} are in no shard")
+            raise ValueError(f"its elements {position} to {piece.start} are in no shard")
         if piece.start < position:
-            raise CoverError(f"its elements {piece.start} to {position} are in two shards, one in {piece.file}")
+            raise ValueError(f"its elements {piece.start} to {position} are in two shards, one in {piece.file}")
         position += piece.length // itemsize
     if position < math.prod(shape):
-        raise CoverError(f"its elements {position} to {math.prod(shape)} are in no shard")
+        raise ValueError(f"its elements {position} to {math.prod(shape)} are in no shard")
     return tuple(pieces)
 
 

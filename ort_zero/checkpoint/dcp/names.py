@@ -45,7 +45,6 @@ class Meaning(NamedTuple):
     name: str | int
     """Name or number of the parameter; for an option of a group, the group's number."""
     state: str = ""
-    """Name of the state or of the option."""
     optimizer: str = ""
     """Keys that tell the optimizer of a state or an option from others."""
 
@@ -62,7 +61,6 @@ class Value:
 
 
 def meanings(paths: Sequence[tuple[str | int, ...]]) -> list[Meaning]:
-    """Return the meaning of each key of a checkpoint."""
     has_models = any(len(path) > 1 and path[0] in _MODEL for path in paths)
     found = [_meaning(path, has_models) for path in paths]
     names = [str(each.name) for each in found if each.kind == WEIGHT]
@@ -97,7 +95,6 @@ def _is_of_optimizer(parts: Sequence[str | int]) -> bool:
 
 
 def _of_optimizer(parts: Sequence[str | int]) -> Meaning:
-    """Return the meaning of a key that begins with the optimizer's name."""
     number = 1
     while number < len(parts) - 1 and (type(parts[number]) is int or _OPTIMIZER.fullmatch(str(parts[number]))):
         number += 1  # one of several optimizers

@@ -41,22 +41,18 @@ def files_by_kind(listed: Sequence[str]) -> dict[str, dict[int, str]]:
 
 @dataclass
 class _Shards:
-    """The shards of one tensor that the ranks hold."""
-
     dtype: str
     shape: tuple[int, ...]
     is_sharded: bool
     file: TorchFile
     """The first file that has the tensor; a number without dimensions is read from it."""
     local: StoredTensor
-    """The shard in that file."""
     blocks: dict[tuple[int, ...], tuple[Block, tuple[int, int] | None]] = field(default_factory=dict)
     """Block, and (length, CRC-32) of its record if the record is the block alone, by the block's offsets."""
     strides: tuple[int, ...] | None = None
 
 
 def read_rank_files(contents: CheckpointContents) -> None:
-    """Add the tensors of all ranks' files."""
     folder = contents.folder
     for kind, by_rank in files_by_kind(folder.names()).items():
         sizes = {int(match[2]) for name in by_rank.values() if (match := _NAME.fullmatch(name))}
@@ -78,7 +74,7 @@ def read_rank_files(contents: CheckpointContents) -> None:
             top = ("model",) if kind == "model" else ("optimizer",)
             for path, value in _leaves(file.content, top):
                 if isinstance(value, StoredTensor) or _sharded_kind(value):
-                    _add(contents, file, rank, path, value, shards)
+                    _add(contents, file, path, value, shards)
                 else:
                     others.setdefault(path, value)
         _take(contents, kind, shards, others)
@@ -99,7 +95,6 @@ def _take(
     shards: Mapping[tuple[str | int, ...], _Shards],
     others: Mapping[tuple[str | int, ...], Any],
 ) -> None:
-    """Add the tensors and values of one kind of file."""
     owners: dict[Any, str] = {}
     parameters = []
     for (path, found), meaning in zip(shards.items(), meanings(list(shards))):
@@ -137,7 +132,6 @@ def _sharded_kind(value: Any) -> str | None:
 def _add(
     contents: CheckpointContents,
     file: TorchFile,
-    rank: int,
     path: tuple[str | int, ...],
     value: Any,
     shards: dict[tuple[str | int, ...], _Shards],
@@ -178,9 +172,7 @@ def _add(
             f"{before[0].file} and {name} hold other values of them"
         )
     if path[-1] == "step":
-        raise CorruptCheckpointError(
-            f"{contents.folder.path()}: {before[0].file} and {name} are of different steps: {key} differs"
-        )
+        raise CorruptCheckpointError(f"{contents.folder.path(name)} is of another step than {before[0].file}: {key}")
     contents.notes.append(f"{key} differs between the ranks; rank 0's is taken")
 
 

@@ -1,23 +1,133 @@
-"""Open a checkpoint of ``torch.distributed.checkpoint``, or files of single ranks, without the tensors' data."""
+"""Open a checkpoint of ``torch.distributed.checkpoint``, or files of single ranks, without the tensors' data.
+
+The classes in the pickle ``.metadata``, which is read without importing what it names, are those of
+``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` (torch 2.2 to 2.13).
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ort_zero.checkpoint.dcp import metadata, names, rank_files, safetensors_shards
+from ort_zero.checkpoint.dcp import names, rank_files, safetensors_shards
 from ort_zero.checkpoint.dcp.assembly import CheckpointContents, source_of
 from ort_zero.checkpoint.dcp.blocks import Block
-from ort_zero.checkpoint.dcp.metadata import Entry, Shard, read_metadata
 from ort_zero.checkpoint.dcp.names import Value, meanings
+from ort_zero.checkpoint.files import dtypes
+from ort_zero.checkpoint.files.allowed_names import is_plain_name
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import Source
-from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
-from ort_zero.checkpoint.torch_file import Contents, open_torch_file, read_number, read_records
+from ort_zero.checkpoint.restricted_pickle.values import MalformedPickleError, OpaqueObject, StoredTensor, TorchConstant
+from ort_zero.checkpoint.torch_file import Contents, open_torch_file, read_number, read_pickle_of, read_records
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+METADATA = ".metadata"
+_MAX_BYTES = 1 << 30
+"""Maximum size of ``.metadata``: a million shards take about 200 MB."""
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A tensor or another value of the saved state dict."""
+
+    key: str
+    path: tuple[str | int, ...]
+    """Keys of the nested dicts and lists that lead to the value."""
+    dtype: str | None
+    """Name of torch's dtype; None for a value that is no tensor."""
+    shape: Numbers
+    shards: tuple[Block, ...]
+    """Each begins at its zip of ``torch.save``; a value that is no tensor has one."""
+
+
+def read_metadata(folder: Folder) -> list[Entry]:
+    """Return the entries of the checkpoint in `folder`, in the order of the saved state dict."""
+    path = folder.path(METADATA)
+    content, _ = read_pickle_of(path, folder.read(METADATA, limit=_MAX_BYTES), {}, _no_tensor)
+    try:
+        fields = _fields(content, "Metadata")
+        places = dict(_places(folder, fields["storage_data"]))
+        paths, entries = fields.get("planner_data"), fields["state_dict_metadata"]
+        paths = paths if isinstance(paths, dict) else {}
+        # torch writes the metadata by rank: the weights that rank 0 wrote come first
+        order = [*(key for key in paths if key in entries), *(key for key in entries if key not in paths)]
+        return [_described(folder, key, entries[key], places, paths) for key in order]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpointError(f"{path} is not what torch writes ({type(error).__name__}: {error})") from None
+
+
+def _no_tensor(_: object) -> None:
+    raise MalformedPickleError("it holds a tensor, which metadata never do")
+
+
+def _fields(record: Any, class_name: str) -> Mapping[str, Any]:
+    if not isinstance(record, OpaqueObject) or record.class_name.rpartition(".")[2] != class_name:
+        raise TypeError(f"a {class_name} is needed, not {record!r}"[:200])
+    if not isinstance(record.state, dict):
+        raise TypeError(f"a {class_name} has no attributes")
+    return record.state
+
+
+def _places(folder: Folder, storage: Any) -> Iterator[tuple[tuple[str, Numbers | None], tuple[str, int, int]]]:
+    """Yield ((key, offsets), (file, offset, length)) of each shard and value."""
+    for index, info in storage.items():
+        at, place = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
+        if place.get("transform_descriptors"):
+            kinds = ", ".join(map(str, place["transform_descriptors"]))
+            raise CheckpointError(
+                f"{folder.path(place['relative_path'])} holds shards that a storage extension has changed ({kinds}); "
+                "load it with torch.distributed.checkpoint and that extension, and save it again without"
+            )
+        file, offset, length = place["relative_path"], place["offset"], place["length"]
+        if not isinstance(file, str) or not all(is_plain_name(part) for part in file.split("/")):
+            raise CorruptCheckpointError(f"{folder.path(METADATA)} names the file {ascii(file)[:100]}")
+        if any(type(n) is not int or n < 0 for n in (offset, length)):
+            raise ValueError(f"the place of {at['fqn']!r} is no number of bytes")
+        offsets = at.get("offset")
+        yield (at["fqn"], None if offsets is None else _numbers(offsets)), (file, offset, length)
+
+
+def _numbers(value: Any) -> Numbers:
+    if not isinstance(value, tuple) or any(type(n) is not int or n < 0 for n in value):
+        raise ValueError(f"{value!r} is no shape"[:200])
+    return value
+
+
+def _described(
+    folder: Folder, key: str, described: Any, places: Mapping[Any, tuple[str, int, int]], paths: Mapping[str, Any]
+) -> Entry:
+    path = paths.get(key)
+    path = path if isinstance(path, tuple) and all(type(part) in (str, int) for part in path) else (key,)
+    if not key.isprintable():  # control characters can make a terminal show another text
+        raise ValueError(f"a key is {ascii(key)[:200]}")
+    if isinstance(described, OpaqueObject) and described.class_name.endswith(".BytesStorageMetadata"):
+        return Entry(key=key, path=path, dtype=None, shape=(), shards=(Block((), (), *places[key, None]),))
+    fields = _fields(described, "TensorStorageMetadata")
+    shape = _numbers(fields["size"])
+    shards = []
+    for chunk in fields["chunks"]:
+        block = _fields(chunk, "ChunkStorageMetadata")
+        offsets, sizes = _numbers(block["offsets"]), _numbers(block["sizes"])
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            raise ValueError(f"a shard of {key} has another number of axes than the tensor")
+        if (key, offsets) not in places:
+            raise CorruptCheckpointError(f"{folder.path(METADATA)} names no file for the shard of {key} at {offsets}")
+        shards.append(Block(offsets, sizes, *places[key, offsets]))
+    return Entry(key=key, path=path, dtype=_dtype(key, fields["properties"]), shape=shape, shards=tuple(shards))
+
+
+def _dtype(key: str, properties: Any) -> str:
+    """Return the dtype's name from a TensorProperties, pickled as a tuple that begins with the dtype."""
+    state = properties.state
+    dtype = state[0] if isinstance(state, tuple) else state["dtype"]
+    if not isinstance(dtype, TorchConstant) or not dtypes.is_dtype_name(dtype.name):
+        raise ValueError(f"the dtype of {key} is {dtype!r}")
+    return dtype.name
+
 
 SUFFIX = ".distcp"
 _MODEL = "pytorch_model_fsdp_"
@@ -44,7 +154,7 @@ def part_names(folder: Folder) -> list[str]:
 
 
 def _is_of_torch(name: str) -> bool:
-    return name == metadata.NAME or name.endswith(SUFFIX)
+    return name == METADATA or name.endswith(SUFFIX)
 
 
 def entries_of(folder: Folder) -> list[Entry]:
@@ -52,8 +162,8 @@ def entries_of(folder: Folder) -> list[Entry]:
     entries = []
     for part in part_names(folder):
         inner = folder.child(part) if part else folder
-        if not inner.exists(metadata.NAME):
-            raise CorruptCheckpointError(f"{inner.path(metadata.NAME)} is missing: the save was interrupted")
+        if not inner.exists(METADATA):
+            raise CorruptCheckpointError(f"{inner.path(METADATA)} is missing: the save was interrupted")
         for entry in read_metadata(inner):
             shards = (shard._replace(file=f"{part}/{shard.file}".lstrip("/")) for shard in entry.shards)
             path = entry.path if part.startswith(_MODEL) or not part else (part, *entry.path)
@@ -62,8 +172,7 @@ def entries_of(folder: Folder) -> list[Entry]:
 
 
 def metadata_files(folder: Folder) -> list[str]:
-    """Return the files of metadata."""
-    return [f"{part}/{metadata.NAME}".lstrip("/") for part in part_names(folder)]
+    return [f"{part}/{METADATA}".lstrip("/") for part in part_names(folder)]
 
 
 def surplus_files(source: Source, folder: Folder) -> list[str]:
@@ -73,12 +182,7 @@ def surplus_files(source: Source, folder: Folder) -> list[str]:
 
 
 def open_dcp(folder: Folder) -> Source:
-    """Return the checkpoint in `folder`, having checked that its shards cover each tensor once.
-
-    Raises:
-        CorruptCheckpointError: a file is missing or damaged, or elements of a tensor are in no shard or in two.
-        CheckpointError: the checkpoint holds something that ort_zero does not read.
-    """
+    """Return the checkpoint in `folder`, having checked that its shards cover each tensor once."""
     contents = CheckpointContents(folder)
     if part_names(folder):
         _read_shards(contents)
@@ -90,7 +194,6 @@ def open_dcp(folder: Folder) -> Source:
 
 
 def _read_shards(contents: CheckpointContents) -> None:
-    """Add everything in the files of ``torch.distributed.checkpoint``."""
     folder, entries = contents.folder, entries_of(contents.folder)
     _refuse_overlaps(folder, entries)
     cache: Contents = {}
@@ -133,12 +236,10 @@ def _refuse_overlaps(folder: Folder, entries: Sequence[Entry]) -> None:
     places = sorted((s.file, s.offset, s.length, entry.key) for entry in entries for s in entry.shards)
     for (file, offset, length, _), (next_file, begin, _, key) in itertools.pairwise(places):
         if file == next_file and begin < offset + length:
-            raise CorruptCheckpointError(
-                f"{folder.path(file)}: the shard of {key} begins at byte {begin}, within the one before it"
-            )
+            raise CorruptCheckpointError(f"{folder.path(file)}: the shard of {key} at byte {begin} overlaps another")
 
 
-def _block_of(entry: Entry, shard: Shard, content: Any) -> tuple[Block, tuple[int, ...] | None]:
+def _block_of(entry: Entry, shard: Block, content: Any) -> tuple[Block, tuple[int, ...] | None]:
     """Return where a shard lies in its tensor and in its file, and the strides of a shard that is not row-major."""
     if not isinstance(content, StoredTensor):
         raise CorruptCheckpointError(f"{shard.file}: the shard of {entry.key} at byte {shard.offset} is no tensor")
@@ -153,4 +254,4 @@ def _block_of(entry: Entry, shard: Shard, content: Any) -> tuple[Block, tuple[in
             f"{shard.file}: a shard of {entry.key} has the strides {list(strides)}; ort_zero reads shards whose rows "
             "lie one after the other: call contiguous() on the parameter before the save"
         )
-    return Block(shard.offsets, shard.sizes, shard.file, shard.offset + content.offset), strides
+    return shard._replace(offset=shard.offset + content.offset), strides

@@ -28,7 +28,6 @@ def file_names(folder: Folder, listed: Sequence[str]) -> list[str]:
 
 
 def _refuse_gaps(folder: Folder, files: Sequence[str]) -> None:
-    """Raise CorruptCheckpointError if the numbers in the files' names have gaps."""
     counts: dict[int, tuple[set[int], int]] = {}
     for match in filter(None, map(_NAME.fullmatch, files)):
         _, rank, number, count = match.groups()
@@ -44,7 +43,6 @@ def _refuse_gaps(folder: Folder, files: Sequence[str]) -> None:
 
 
 def read_shards(contents: CheckpointContents) -> None:
-    """Add the tensors of all files."""
     folder = contents.folder
     blocks: dict[str, list[Block]] = {}
     dtypes: dict[str, str] = {}
@@ -67,7 +65,7 @@ def read_shards(contents: CheckpointContents) -> None:
                 blocks.setdefault(key, []).append(Block(offsets, entry.shape, name, entry.offset))
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(
-                f"{folder.path(name)} is damaged: its header says no places ({error})"
+                f"{folder.path(name)} is damaged: its header has no places ({error})"
             ) from None
     contents.world_size = len(files)
     for (key, found), meaning in zip(blocks.items(), meanings([(key,) for key in blocks])):

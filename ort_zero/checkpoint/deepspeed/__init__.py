@@ -12,8 +12,8 @@
   frozen parameter.
 * The stages of a pipeline, :mod:`.pipeline`: each stage is a model rank; the module is in one file per layer.
 * A mixture of experts, :mod:`.experts`: a parameter group of experts has one vector for each expert-parallel rank.
-* Tensor-parallel ranks, :mod:`.tensor_parallel`: each has a part of every tensor, or all of it; :mod:`.split_rules`
-  decides how the ranks share a tensor, :mod:`.split_geometry` joins their parts.
+* Tensor-parallel ranks, :mod:`.tensor_parallel`: each has a part of every tensor, or all of it; :mod:`.splits`
+  tells how the ranks share a tensor.
 * A universal checkpoint, :mod:`.universal`: files for each parameter.
 
 :mod:`.file_names` and :mod:`.state_files` find and open the files, and refuse files that do not belong together.

@@ -11,7 +11,6 @@ from ort_zero.checkpoint.pieces import overlaps
 from ort_zero.checkpoint.records import Tensor
 
 _STEP = 1 << 18
-"""Number of elements that are compared at a time."""
 
 
 def same_values(folder: Folder, one: Tensor, other: Tensor, start: int = 0, end: int | None = None) -> bool:
@@ -55,7 +54,6 @@ def is_constant(folder: Folder, tensor: Tensor) -> bool:
 
 
 def _elements(folder: Folder, tensor: Tensor, start: int, stop: int) -> bytearray:
-    """Return the bytes of the elements `start` to `stop`, without a comparison with checksums."""
     size = itemsize(tensor.dtype)
     data = bytearray((stop - start) * size)
     for piece, first, length in overlaps(tensor, start, stop - start):

@@ -27,19 +27,12 @@ class Experts:
 
     files: StateFiles
     weights: list[TorchFile] = field(default_factory=list)
-    """Files of the experts' weights, by layer and expert."""
     optimizers: list[TorchFile] = field(default_factory=list)
-    """Files of the optimizers of the expert-parallel ranks (without ZeRO)."""
     counts: dict[str, int] = field(default_factory=dict)
     """Number of experts of each layer, by the name before the expert's number."""
 
     def sharers(self, count: int, group: Mapping[str, Any]) -> list[tuple[list[int], dict[str, str]]]:
-        """Return (ranks with these experts, names in the whole model by names in the files) per expert-parallel rank.
-
-        Args:
-            count: number of ranks that share each expert.
-            group: names of a parameter group in the files; they are the same on every rank.
-        """
+        """Return (ranks with these experts, whole names by names in the files) per expert-parallel rank."""
         world_size, first = self.files.world_size, self.files.optimizers[0]
         if count < 1 or world_size % count:
             raise self.files.foreign(first, f"{count} of {world_size} ranks share an expert")
@@ -54,11 +47,7 @@ class Experts:
         ]
 
     def tensors(self, trained: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
-        """Yield the experts' weights that are in no optimizer's file.
-
-        Args:
-            trained: shapes of the parameters in the optimizer's files.
-        """
+        """Yield the experts' weights that are in no optimizer's file."""
         expert_names: set[str] = set()
         for file in self.weights:
             for name, stored in file.content.items():
@@ -71,16 +60,13 @@ class Experts:
                     raise self.files.foreign(file, f"{name} has another shape than in the optimizer's files")
         for name in trained:
             if _EXPERT.fullmatch(name) and name not in expert_names:
-                raise CorruptCheckpointError(
-                    f"{self.files.folder.path()}: the weights of {name} are in no file of an expert"
-                )
+                raise CorruptCheckpointError(f"{self.files.folder.path()}: no file of an expert has {name}")
 
     def _whole_name(self, name: str, expert_rank: int, expert_ranks: int) -> str:
-        """Return the whole model's name of a parameter of an expert-parallel rank."""
         match = _EXPERT.fullmatch(name)
         if match is None:
             raise CheckpointError(
-                f"{self.files.folder.path()}: {name} is in a parameter group of experts, but is no expert's; {WAY_OUT}"
+                f"{self.files.folder.path()}: {name} is in a group of experts, but is none; {WAY_OUT}"
             )
         total = self.counts.get(match["layer"], 0)
         local = total // expert_ranks
@@ -138,5 +124,4 @@ def _check_complete(folder: Folder, by_place: Mapping[tuple[int, int], str], num
 
 
 def is_expert(name: str) -> bool:
-    """Return True if a parameter is an expert's."""
     return _EXPERT.fullmatch(name) is not None

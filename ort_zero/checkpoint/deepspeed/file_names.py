@@ -9,21 +9,13 @@ from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-"""Matches the name of a file with the optimizer states of one data-parallel rank of one model rank."""
 RANK_MODULE_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-"""Matches the name of a file with the module states of one data-parallel rank of one model rank (ZeRO-3)."""
 MODULE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-"""Matches the name of a file with the module states of one model rank (ZeRO-0 to 2)."""
 LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
-"""Matches the name of a file with one layer of a pipeline, or one tensor-parallel rank's part of it."""
 EXPERT_FILE = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
-"""Matches the name of a file with one expert of one layer of a mixture of experts."""
 EXPERT_OPTIMIZER_FILE = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-"""Matches the name of a file with the optimizer of one expert-parallel rank (without ZeRO)."""
 LATEST_UNIVERSAL = "latest_universal"
-"""Name of the file with the tag of the newest universal checkpoint."""
 UNIVERSAL_FOLDER = "zero"
-"""Folder within a universal checkpoint that has a folder of files for each parameter."""
 UNIVERSAL_OPTIMIZER_FILE = f"{UNIVERSAL_FOLDER}/optimizer_state.pt"
 """File of a universal checkpoint with the hyper-parameters and the loss scaler."""
 _RANK_FILES = (OPTIMIZER_FILE, RANK_MODULE_FILE, MODULE_FILE)
@@ -37,7 +29,6 @@ WAY_OUT = (
     "convert the checkpoint with DeepSpeed's ds_to_universal.py, and give ort_zero the universal checkpoint, or load "
     "that in DeepSpeed and save it as plain ZeRO"
 )
-"""The way out in messages on checkpoints with a kind of parallelism that ort_zero does not read."""
 
 
 def recognises(folder: Folder) -> bool:
@@ -86,11 +77,7 @@ def names_by_model_rank(names: Iterable[str]) -> dict[int, list[str]]:
 
 
 def saved_under_other_name(saved_as: str, name: str) -> bool:
-    """Return True if a file says that it was written under the name of another state file.
-
-    Args:
-        saved_as: name under which the file was written, without ``.pt``.
-    """
+    """Return True if `saved_as`, the name in a file without ``.pt``, is that of another state file."""
     written = f"{saved_as}.pt"
     return written != name and any(pattern.fullmatch(written) for pattern in _STATE_FILES)
 
@@ -105,7 +92,7 @@ def names_by_rank(folder: Folder, names: Iterable[str], pattern: re.Pattern) -> 
         rank = int(match.group(1))
         if rank in by_rank:
             raise CorruptCheckpointError(
-                f"{folder.path(name)} and {by_rank[rank]} are both rank {rank}'s: files of two checkpoints are mixed"
+                f"{folder.path(name)} and {by_rank[rank]} are both rank {rank}'s: two checkpoints are mixed"
             )
         by_rank[rank] = name
     return dict(sorted(by_rank.items()))
@@ -137,7 +124,6 @@ def layer_files(names: Iterable[str]) -> dict[int, dict[int, str]]:
 
 
 def is_universal(folder: Folder, names: Sequence[str]) -> bool:
-    """Return True if a folder of a tag is a universal checkpoint."""
     return UNIVERSAL_FOLDER in names and bool(folder.child(UNIVERSAL_FOLDER).names())
 
 

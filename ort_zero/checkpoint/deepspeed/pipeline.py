@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from ort_zero.checkpoint.deepspeed.compare_values import same_values
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, joined_optimizers, untrained
@@ -46,24 +47,19 @@ def add_shapes(states: StateFiles, layers: Mapping[int, TorchFile]) -> None:
 
 
 def join_stages(stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> ModelRank:
-    """Return the whole model, joined from the stages of a pipeline and the files of its layers.
-
-    Args:
-        opened: the layers' files by the number of the layer.
-    """
+    """Return the whole model, joined from the stages of a pipeline and the files of its layers."""
     first = stages[0]
     notes = [note for stage in stages for note in stage.notes]
     tensors = _trained(stages, notes)
-    _check_layers(first.folder, stages, tensors, opened)
+    _check_layers(first.states.folder, stages, tensors, opened)
     tensors += _untrained_tensors(first.states, stages, tensors, opened, notes)
     gaps = _gaps(opened)
     if gaps:
         notes.append(f"layers {', '.join(gaps)} of the pipeline have no file: they have no tensors, or share them")
     notes += notes_on(list(opened.values()))
     notes.append(f"it is a pipeline of {len(stages)} stages: the tensors of its layer N are named N.<name>")
-    return ModelRank(
-        number=first.number,
-        states=first.states,
+    return replace(
+        first,
         files=[*(file for stage in stages for file in stage.files), *opened.values()],
         tensors=tensors,
         optimizer=joined_optimizers([stage.optimizer for stage in stages]),
@@ -74,7 +70,6 @@ def join_stages(stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> Mod
 
 
 def _gaps(numbers: Iterable[int]) -> list[str]:
-    """Return the missing numbers below the largest one as text, with neighbours as one range."""
     gaps, expected = [], 0
     for number in sorted(numbers):
         if number > expected:
@@ -94,10 +89,9 @@ def _trained(stages: list[ModelRank], notes: list[str]) -> list[Tensor]:
                 continue
             if not tensor.name.startswith(_TIED) or tensor.shape != tensors[key].shape:
                 raise CorruptCheckpointError(
-                    f"{stage.folder.path(stage.files[0].file.name)} belongs to another run: "
-                    f"{tensor.name} is in another stage too"
+                    f"{stage.states.path(stage.files[0])} belongs to another run: {tensor.name} is in another stage too"
                 )
-            if tensor.kind == MASTER and not same_values(stage.folder, tensors[key], tensor):
+            if tensor.kind == MASTER and not same_values(stage.states.folder, tensors[key], tensor):
                 notes.append(
                     f"the stages hold different values of {tensor.name}, which they share; the first stage's "
                     "are taken, as DeepSpeed does when it loads"
@@ -109,7 +103,7 @@ def _check_layers(
     folder: Folder, stages: list[ModelRank], trained: list[Tensor], opened: Mapping[int, TorchFile]
 ) -> None:
     """Raise CorruptCheckpointError if the file of a layer with tensors is missing, or lacks one of them."""
-    buffers = [name for stage in stages for name in stage.module.get("buffer_names") or ()]
+    buffers = [name for stage in stages for name in stage.states.buffer_names]
     shapes = {t.name: t.shape for t in trained if t.kind == MASTER}
     for name in (*shapes, *buffers):
         number, _, inner_name = name.partition(".")
@@ -123,7 +117,7 @@ def _check_layers(
         stored = file.content.get(inner_name)
         if not isinstance(stored, StoredTensor) or stored.shape != tuple(shapes.get(name, stored.shape)):
             raise CorruptCheckpointError(
-                f"{folder.path(file.file.name)} belongs to another run: it has no {inner_name} of the stages' shape"
+                f"{folder.path(file.file.name)} belongs to another run: its {inner_name} differs"
             )
 
 
@@ -134,9 +128,8 @@ def _untrained_tensors(
     opened: Mapping[int, TorchFile],
     notes: list[str],
 ) -> list[Tensor]:
-    """Return the layers' tensors that no optimizer trains."""
     masters = {t.name: t for t in trained if t.kind == MASTER}
-    buffers = {name for stage in stages for name in stage.module.get("buffer_names") or ()}
+    buffers = {name for stage in stages for name in stage.states.buffer_names}
     aliases = {alias for stage in stages for alias in stage.aliases}
     tensors, sharing = [], set()
     for number, file in opened.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from ort_zero.checkpoint.deepspeed import universal
 from ort_zero.checkpoint.deepspeed.experts import open_experts
@@ -22,7 +21,7 @@ from ort_zero.checkpoint.deepspeed.file_names import (
 )
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, read_model_rank
 from ort_zero.checkpoint.deepspeed.pipeline import add_shapes, join_stages
-from ort_zero.checkpoint.deepspeed.split_rules import Rule, parse_rules
+from ort_zero.checkpoint.deepspeed.splits import Rule, parse_rules
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, configured_stage, open_part, open_state_files
 from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
 from ort_zero.checkpoint.files.storage import Folder
@@ -32,17 +31,7 @@ from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 
 def open_deepspeed(folder: Folder, tp_split: Sequence[str] = ()) -> Source:
-    """Return the checkpoint in `folder`, having checked that none of its files is missing.
-
-    Args:
-        tp_split: texts of rules on how tensor-parallel ranks share tensors. The first rule that matches a name decides;
-            without a match, the checkpoint decides.
-
-    Raises:
-        CorruptCheckpointError: a file is missing, too many, damaged, renamed, or of another step or world size.
-        CheckpointError: ort_zero does not read the checkpoint: experts spread by AutoEP, an optimizer on NVMe, classes
-            that DeepSpeed does not write, an unknown dtype, an unknown tensor-parallel split.
-    """
+    """Return the checkpoint in `folder`, having checked that none of its files is missing."""
     rules = parse_rules(tp_split) if tp_split else ()
     names = folder.names()
     refuse_unsupported(folder, names)
@@ -61,12 +50,11 @@ def open_deepspeed(folder: Folder, tp_split: Sequence[str] = ()) -> Source:
         rank: open_state_files(folder, names_of_rank, model_rank=rank, pipeline=pipeline)
         for rank, names_of_rank in by_rank.items()
     }
-    topology = find_topology(files, layers if not universal_files else {})
+    stages, degree = find_topology(files, layers if not universal_files else {})
     if universal_files:
-        degree = topology.tensor_degree
         rank = universal.read_universal(folder, files, degree, rules, model_config(folder), zero3_modules)
     else:
-        rank = _joined(folder, names, files, layers, topology, rules)
+        rank = _joined(folder, names, files, layers, stages, degree, rules)
     names_read = {*(tensor.name for tensor in rank.tensors), *rank.aliases, *rank.frozen}
     odd = next((name for name in names_read if not isinstance(name, str) or not name.isprintable()), None)
     if odd is not None:  # control characters can make a terminal show another text
@@ -76,7 +64,7 @@ def open_deepspeed(folder: Folder, tp_split: Sequence[str] = ()) -> Source:
         format="deepspeed",
         root=folder.url,
         tag=folder.name,
-        step=rank.module.get("global_steps"),
+        step=rank.states.module.get("global_steps"),
         world_size=rank.states.world_size * len(files),
         zero_stage=stage,
         tensors=tuple(rank.tensors),
@@ -89,15 +77,11 @@ def open_deepspeed(folder: Folder, tp_split: Sequence[str] = ()) -> Source:
     )
 
 
-class Topology(NamedTuple):
-    """The degrees of pipeline and tensor parallelism; model rank = stage * `tensor_degree` + tensor-parallel rank."""
+def find_topology(files: Mapping[int, StateFiles], layers: Mapping[int, Mapping[int, str]]) -> tuple[int, int]:
+    """Return the number of pipeline stages and of tensor-parallel ranks; raise if a model rank or layer is missing.
 
-    stages: int
-    tensor_degree: int
-
-
-def find_topology(files: Mapping[int, StateFiles], layers: Mapping[int, Mapping[int, str]]) -> Topology:
-    """Return the topology of the run that wrote the files, having checked that no model rank or layer is missing."""
+    Model rank = stage * number of tensor-parallel ranks + tensor-parallel rank.
+    """
     first = next(iter(files.values()))
     dimensions = first.module.get("checkpoint_parallel_dimensions")
     degree = dimensions.get("tp_degree") if isinstance(dimensions, dict) else None
@@ -131,7 +115,7 @@ def find_topology(files: Mapping[int, StateFiles], layers: Mapping[int, Mapping[
                 raise CorruptCheckpointError(f"{folder.path(name)} is missing: other ranks have this layer")
     modules = [states.modules[0] for states in files.values()]
     first.check_same("global step", {file: file.content.get("global_steps") for file in modules})
-    return Topology(count // degree, degree)
+    return count // degree, degree
 
 
 def _joined(
@@ -139,10 +123,10 @@ def _joined(
     names: Sequence[str],
     files: dict[int, StateFiles],
     layers: dict[int, dict[int, str]],
-    topology: Topology,
+    stages: int,
+    degree: int,
     tp_split: Sequence[Rule],
 ) -> ModelRank:
-    """Return the whole model, joined from one or more model ranks."""
     experts = None
     if any(EXPERT_FILE.fullmatch(name) or EXPERT_OPTIMIZER_FILE.fullmatch(name) for name in names):
         if len(files) > 1:
@@ -151,7 +135,6 @@ def _joined(
                 f"which ort_zero does not read; {WAY_OUT}"
             )
         experts = open_experts(folder, names, files[0])
-    degree = topology.tensor_degree
     opened = {
         rank: {number: open_part(folder, name) for number, name in of_rank.items()} for rank, of_rank in layers.items()
     }
@@ -159,9 +142,9 @@ def _joined(
         if opened:
             add_shapes(states, opened[number % degree])
     is_whole = len(files) == 1 and not layers and experts is None
-    ranks = [read_model_rank(number, states, experts, is_whole=is_whole) for number, states in files.items()]
+    ranks = [read_model_rank(states, experts, is_whole=is_whole) for states in files.values()]
     if layers:
         ranks = [join_stages(ranks[number::degree], opened[number]) for number in range(degree)]
-    elif topology.stages > 1:
+    elif stages > 1:
         raise CorruptCheckpointError(f"{folder.path('layer_00-model_states.pt')} is missing: it is a pipeline's")
     return ranks[0] if degree == 1 else join_tensor_parallel(ranks, tp_split, model_config(folder))

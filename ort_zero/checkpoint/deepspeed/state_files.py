@@ -42,20 +42,19 @@ class StateFiles:
     optimizers: list[TorchFile]
     """Files of optimizer states, one per rank; an empty list if the optimizer was not saved."""
     stage: int
-    """ZeRO stage of the run that wrote the files, 0 to 3."""
     world_size: int
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shapes of parameters from the files of a pipeline's layers."""
     notes: list[str] = field(default_factory=list)
-    """Remarks on the checkpoint for the user, one sentence each."""
 
     @property
     def module(self) -> dict[str, Any]:
-        """Content of the first file of module states."""
         return self.modules[0].content
 
+    @property
+    def buffer_names(self) -> Sequence[str]:
+        return self.module.get("buffer_names") or ()
+
     def path(self, file: TorchFile) -> str:
-        """Return the path or URL of a file, for messages."""
         return self.folder.path(file.file.name)
 
     def foreign(self, file: TorchFile, why: str) -> CorruptCheckpointError:
@@ -70,7 +69,6 @@ class StateFiles:
                 raise CorruptCheckpointError(f"{self.path(file)} is of another {what}: {value!r}, others have {common}")
 
     def dtype_code(self, file: TorchFile, stored: StoredTensor, what: str) -> str:
-        """Return the code of safetensors for the dtype of a tensor."""
         try:
             return dtypes.code_of(stored.dtype)
         except CheckpointError as error:
@@ -178,11 +176,7 @@ def open_part(folder: Folder, name: str, shared: Contents | None = None) -> Torc
 
 
 def open_states(folder: Folder, name: str, pipeline: bool | None = None, shared: Contents | None = None) -> TorchFile:
-    """Return one opened file of module or optimizer states.
-
-    Args:
-        shared: contents of other files of the tag; files with the same pickle share one content.
-    """
+    """Return one opened file of module or optimizer states."""
     file = open_part(folder, name, shared)
     key, kind = ("module", "module") if name.endswith("_model_states.pt") else ("optimizer_state_dict", "optimizer")
     if key == "module" and file.content.get(key, 0) is None:
@@ -197,9 +191,7 @@ def open_states(folder: Folder, name: str, pipeline: bool | None = None, shared:
             "checkpoint"
         )
     if not isinstance(file.content.get(key), dict):
-        raise CorruptCheckpointError(
-            f"{folder.path(name)} is not a file of DeepSpeed's {kind} states: no {key!r} in it"
-        )
+        raise CorruptCheckpointError(f"{folder.path(name)} is no file of {kind} states: no {key!r} in it")
     if file.content.get("ds_autoep_layers") or file.content.get("autoep_layers"):
         raise CheckpointError(
             f"{folder.path(name)} has experts spread by AutoEP, which ort_zero does not read; {WAY_OUT}"
@@ -208,7 +200,6 @@ def open_states(folder: Folder, name: str, pipeline: bool | None = None, shared:
 
 
 def _world_size(folder: Folder, opened: Mapping[str, TorchFile], default: int) -> int:
-    """Return the world size of the run that wrote the files; `default` if no file states it."""
     stated: dict[str, int] = {}
     for name, file in opened.items():
         count = file.content.get("dp_world_size")
@@ -231,7 +222,6 @@ def _world_size(folder: Folder, opened: Mapping[str, TorchFile], default: int) -
 
 
 def _stage(files: StateFiles) -> int:
-    """Return the ZeRO stage of a checkpoint."""
     is_zero3 = RANK_MODULE_FILE.fullmatch(files.modules[0].file.name) is not None
     stated = zero_state(files.optimizers[0]).get("zero_stage") if files.optimizers else None
     stage = int(stated) if stated is not None else configured_stage(files.modules[0], 3)

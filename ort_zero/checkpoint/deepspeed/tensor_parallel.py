@@ -8,11 +8,24 @@ all ranks is whole on each. An error names the tensors whose split no source tel
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from ort_zero.checkpoint.deepspeed.compare_values import is_constant, same_values
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, joined_optimizers
-from ort_zero.checkpoint.deepspeed.split_geometry import Split, block_of, first_rows, joined, replicated, split_along
-from ort_zero.checkpoint.deepspeed.split_rules import SYNTAX, Rule, SplitNotes, model_sizes, rule_for, split_by_sizes
+from ort_zero.checkpoint.deepspeed.splits import (
+    SYNTAX,
+    Rule,
+    Split,
+    SplitNotes,
+    block_of,
+    first_rows,
+    joined,
+    model_sizes,
+    replicated,
+    rule_for,
+    split_along,
+    split_by_sizes,
+)
 from ort_zero.checkpoint.deepspeed.state_files import covered
 from ort_zero.checkpoint.records import BUFFER, MASTER, MAX_NAMED, WEIGHT, Tensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -24,16 +37,7 @@ class SplitUnknownError(CheckpointError):
 
 
 def join_tensor_parallel(ranks: Sequence[ModelRank], rules: Sequence[Rule] = (), config: object = None) -> ModelRank:
-    """Return the whole model, joined from its tensor-parallel ranks.
-
-    Args:
-        ranks: the ranks in their order; each has a part of every tensor, or the whole of it.
-
-    Raises:
-        SplitUnknownError: the split of some tensors is unknown; names the tensors.
-        CorruptCheckpointError: the ranks hold different tensors, or different values of tensors that are whole on each.
-        CheckpointError: a rule does not fit.
-    """
+    """Return the whole model, joined from its tensor-parallel ranks in their order."""
     first = ranks[0]
     # only the first rank's files have DeepSpeed's notes of tied names
     by_key = [{(t.kind, t.name): t for t in rank.tensors if t.name not in first.aliases} for rank in ranks]
@@ -57,7 +61,7 @@ def join_tensor_parallel(ranks: Sequence[ModelRank], rules: Sequence[Rule] = (),
             tensors[kind, name] = splits.join(name, parts[kind, name], split, compare=kind == leading)
     if unknown:
         raise SplitUnknownError(
-            f"{first.folder.path()} has {len(ranks)} tensor-parallel ranks, and nothing tells how they share "
+            f"{first.states.folder.path()} has {len(ranks)} tensor-parallel ranks, and nothing tells how they share "
             f"{shortened(unknown, MAX_NAMED)}; give a rule for each with --tp-split: {SYNTAX}"
         )
     notes = list(dict.fromkeys(note for rank in ranks for note in rank.notes))
@@ -66,14 +70,11 @@ def join_tensor_parallel(ranks: Sequence[ModelRank], rules: Sequence[Rule] = (),
             "the sizes in config.json tell along which dimension these are split: "
             f"{shortened(splits.inferred, MAX_NAMED)}"
         )
-    return ModelRank(
-        number=first.number,
-        states=first.states,
+    return replace(
+        first,
         files=list(dict.fromkeys(file for rank in ranks for file in rank.files)),
         tensors=[tensors[key] for key in by_key[0]],
         optimizer=joined_optimizers([rank.optimizer for rank in ranks]),
-        aliases=first.aliases,
-        frozen=first.frozen,
         notes=notes,
     )
 
@@ -85,27 +86,22 @@ def _check_same_tensors(first: ModelRank, rank: ModelRank, expected: Mapping, te
     )
     if wrong:
         raise CorruptCheckpointError(
-            f"{rank.folder.path(rank.files[0].file.name)} belongs to another run: it does not hold the same tensors "
-            f"as {first.files[0].file.name}: {shortened(wrong, MAX_NAMED)}"
+            f"{rank.states.path(rank.files[0])} belongs to another run: it does not hold the same tensors as "
+            f"{first.files[0].file.name}: {shortened(wrong, MAX_NAMED)}"
         )
 
 
 class _Splits:
-    """The splits of a checkpoint's tensors, from rules, notes, values and sizes.
-
-    Attributes:
-        inferred: names of the tensors whose split follows from the model's configuration.
-    """
+    """The splits of a checkpoint's tensors, from rules, notes, values and sizes."""
 
     def __init__(self, ranks: Sequence[ModelRank], rules: Sequence[Rule], sizes: frozenset[int]):
-        self._folder = ranks[0].folder
+        self._folder = ranks[0].states.folder
         self._rules = rules
         self._sizes = sizes
         self._notes = SplitNotes(_notes_in(ranks))
         self.inferred: list[str] = []
 
     def find(self, name: str, parts: Sequence[Tensor]) -> Split | None:
-        """Return the split of a tensor; None if it is unknown."""
         shapes = [part.shape for part in parts]
         rule = rule_for(self._rules, name)
         try:
@@ -117,7 +113,8 @@ class _Splits:
             raise CheckpointError(f"{self._folder.path()}: {name} cannot be put together by {whose}: {error}") from None
         if noted is not None:
             return noted
-        if self._same_everywhere(parts) and (len(shapes[0]) == 0 or not self._may_be_parts(parts)):
+        same = all(same_values(self._folder, parts[0], other) for other in parts[1:])
+        if same and (len(shapes[0]) == 0 or not self._may_be_parts(parts)):
             return replicated(shapes)
         if self._notes.splits_others_along_0():
             return split_along(shapes, 0)
@@ -127,11 +124,7 @@ class _Splits:
         return split
 
     def join(self, name: str, parts: Sequence[Tensor], split: Split, compare: bool) -> Tensor:
-        """Return the whole tensor, joined from the ranks' parts.
-
-        Args:
-            compare: compare the elements that several ranks hold.
-        """
+        """Return the whole tensor; with `compare`, elements that several ranks hold must be equal."""
         for one, other in split.replicated if compare else ():
             if not same_values(self._folder, block_of(parts[one.rank], one), block_of(parts[other.rank], other)):
                 files = [next((p.file for p in parts[b.rank].pieces), "") for b in (one, other)]
@@ -148,10 +141,6 @@ class _Splits:
             tensor = first_rows(tensor, rows)
         return tensor
 
-    def _same_everywhere(self, parts: Sequence[Tensor]) -> bool:
-        first, *others = parts
-        return all(same_values(self._folder, first, other) for other in others)
-
     def _may_be_parts(self, parts: Sequence[Tensor]) -> bool:
         """Return True if equal constant tensors may be parts of one tensor: zeros do not tell how they are split."""
         shape, count = parts[0].shape, len(parts)
@@ -165,7 +154,6 @@ class _Splits:
 
 
 def _notes_in(ranks: Iterable[ModelRank]) -> object:
-    """Return DeepSpeed's notes on splits from the first file that has them; None if no file has them."""
     for rank in ranks:
         for file in rank.files:
             info = file.content.get("universal_checkpoint_info") if isinstance(file.content, dict) else None

@@ -16,7 +16,7 @@ from ort_zero.checkpoint.deepspeed.file_names import (
     names_by_rank,
 )
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.reads.training_state import TrainingState
+from ort_zero.checkpoint.reads.training_state import TrainingState, read_training_state, without_training_state
 from ort_zero.checkpoint.records import EXTRA_STATE, Source, is_extra_state
 from ort_zero.checkpoint.restricted_pickle.values import (
     ClassReference,
@@ -37,12 +37,17 @@ _FIXED_KEYS = frozenset(
 """Keys that DeepSpeed itself writes into a module file; all other keys are the user's."""
 
 
-def read_deepspeed_training_state(folder: Folder, source: Source, rank: int) -> TrainingState:
-    """Return the training state that `rank` saved; a rank that the saving run did not have gets rank 0's state.
+def saved_training_state(folder: Folder, source: Source, rank: int) -> TrainingState:
+    """Return the training state that `rank` saved, in any format; of rank 0 where there was no `rank`."""
+    if source.format == "ort_zero":
+        return read_training_state(folder, source, rank)
+    if source.format == "dcp":
+        return without_training_state(source)
+    return _deepspeed_training_state(folder, source, rank)
 
-    Args:
-        rank: rank in the run that loads.
-    """
+
+def _deepspeed_training_state(folder: Folder, source: Source, rank: int) -> TrainingState:
+    """Return the training state that `rank` saved; a rank that the saving run did not have gets rank 0's state."""
     file = _file_of(folder, source, rank, RANK_MODULE_FILE, MODULE_FILE)
     assert file is not None, "the source was opened, so there is a module file"
     read = TorchValues(folder, file)
@@ -69,7 +74,6 @@ def read_deepspeed_training_state(folder: Folder, source: Source, rank: int) -> 
 
 
 def _configured_scheduler(config: Any) -> str | None:
-    """Return the class name of the scheduler in DeepSpeed's configuration; None if the user passed a scheduler."""
     section = config.get("scheduler") if isinstance(config, dict) else None
     name = section.get("type") if isinstance(section, dict) else None
     return name if isinstance(name, str) else None
@@ -86,7 +90,6 @@ def _file_of(folder: Folder, source: Source, rank: int, *patterns: Any) -> Torch
 
 
 def _optimizer_content(folder: Folder, source: Source, rank: int) -> dict[str, Any]:
-    """Return the state dict of ZeRO's optimizer in the checkpoint; an empty dict if there is none."""
     file = _file_of(folder, source, rank, OPTIMIZER_FILE)
     if file is not None:
         return file.content["optimizer_state_dict"]
@@ -97,7 +100,6 @@ def _optimizer_content(folder: Folder, source: Source, rank: int) -> dict[str, A
 
 
 def _loss_scaler(content: dict[str, Any]) -> dict[str, Any] | None:
-    """Return class and numbers of the loss scaler; None if there is no loss scaler."""
     scaler = content.get("loss_scaler")
     if isinstance(scaler, OpaqueObject):
         name, attributes = scaler.class_name.rpartition(".")[2], scaler.state

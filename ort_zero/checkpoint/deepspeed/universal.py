@@ -13,9 +13,9 @@ from typing import Any
 
 from ort_zero.checkpoint.deepspeed.experts import is_expert
 from ort_zero.checkpoint.deepspeed.file_names import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER_FILE
-from ort_zero.checkpoint.deepspeed.inner_optimizer import group_options, number_of
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, read_model_rank
-from ort_zero.checkpoint.deepspeed.split_rules import Rule
+from ort_zero.checkpoint.deepspeed.partitioning import group_options, number_of
+from ort_zero.checkpoint.deepspeed.splits import Rule
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, open_states, whole_tensor
 from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
 from ort_zero.checkpoint.files.allowed_names import is_plain_name
@@ -32,8 +32,6 @@ _STEP = "step.pt"
 
 @dataclass
 class _Parameter:
-    """The files of one trained parameter."""
-
     tensors: list[Tensor]
     files: list[TorchFile]
     step: float | None
@@ -47,12 +45,6 @@ def read_universal(
     config: object,
     zero3_modules: Sequence[str] = (),
 ) -> ModelRank:
-    """Return the tensors and the optimizer of a universal checkpoint.
-
-    Args:
-        tensor_degree: number of tensor-parallel ranks of the run.
-        zero3_modules: names of further files of module states, see ``zero3_module_names``.
-    """
     first = files[0]
     shapes = _trained_shapes(files.values())
     experts = [name for name in shapes if is_expert(name)]
@@ -100,11 +92,7 @@ def _trained_shapes(files: Iterable[StateFiles]) -> dict[str, tuple[int, ...]]:
 
 
 def _read_parameter(states: StateFiles, name: str, shape: tuple[int, ...] | None) -> _Parameter:
-    """Return the tensors of one parameter.
-
-    Args:
-        shape: shape of the parameter; None if tensor-parallel ranks had parts of it.
-    """
+    """Return the tensors of one parameter; its shape is None if tensor-parallel ranks had parts of it."""
     place = f"{UNIVERSAL_FOLDER}/{name}"
     file_names = states.folder.child(place).names()
     if _MASTER not in file_names:
@@ -121,9 +109,7 @@ def _read_parameter(states: StateFiles, name: str, shape: tuple[int, ...] | None
             continue
         stored = value.get("param") if isinstance(value, dict) else value
         if not isinstance(stored, StoredTensor):
-            raise CorruptCheckpointError(
-                f"{states.path(file)} is not a file of a universal checkpoint: no tensor in it"
-            )
+            raise CorruptCheckpointError(f"{states.path(file)} is no file of a universal checkpoint: it has no tensor")
         kind = MASTER if file_name == _MASTER else file_name.removesuffix(".pt")
         if file_name != _MASTER:
             check_state_name(kind, states.path(file))
@@ -163,8 +149,7 @@ def _not_trained(
     tp_split: Sequence[Rule],
     config: object,
 ) -> ModelRank:
-    """Return the parameters and buffers in the copied files of module states."""
-    ranks = [read_model_rank(number, states, trained=shapes) for number, states in files.items()]
+    ranks = [read_model_rank(states, trained=shapes) for states in files.values()]
     stages = [ranks[at : at + degree] for at in range(0, len(ranks), degree)]
     joined = [join_tensor_parallel(stage, tp_split, config) if degree > 1 else stage[0] for stage in stages]
     whole = joined[0]
@@ -175,7 +160,7 @@ def _not_trained(
         whole.aliases |= stage.aliases
         whole.frozen += stage.frozen
     if len(stages) > 1:
-        buffers = sorted({name for states in files.values() for name in states.module.get("buffer_names") or ()})
+        buffers = sorted({name for states in files.values() for name in states.buffer_names})
         whole.notes.append(
             "DeepSpeed's converter does not copy the buffers and frozen parameters of a pipeline's layers"
             + (f": {shortened(buffers, MAX_NAMED)}" if buffers else "")
@@ -186,7 +171,6 @@ def _not_trained(
 def _optimizer(
     first: StateFiles, files: Iterable[StateFiles], parameters: Mapping[str, _Parameter]
 ) -> tuple[Optimizer | None, TorchFile | None]:
-    """Return the hyper-parameters and numbers of the optimizer, and their file."""
     name = UNIVERSAL_OPTIMIZER_FILE
     if not first.folder.exists(name):
         first.notes.append(f"{name} is missing: the hyper-parameters of the optimizer are unknown")
@@ -212,7 +196,6 @@ def _optimizer(
 
 
 def _members(files: Iterable[StateFiles]) -> dict[int, list[str]]:
-    """Return the names of the parameters of each flat tensor, over all stages."""
     members: dict[int, list[str]] = {}
     for states in files:
         for number, group in enumerate(states.param_shapes() or ()):

@@ -31,7 +31,6 @@ _VOCABULARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.(spm|tiktoken)")
 
 _MAX_TAG = 4096  # characters
 _MAX_SHOWN = 200
-"""Maximum number of characters of a refused tag in a message."""
 
 
 def is_config_name(name: str) -> bool:
@@ -51,7 +50,6 @@ def is_plain_name(name: object) -> bool:
 
 
 def check_tag(tag: str) -> None:
-    """Refuse a tag that does not name a folder inside the folder of checkpoints."""
     if not tag or tag.startswith("/") or ".." in tag.split("/"):
         raise CheckpointError(f"the tag {tag[:_MAX_SHOWN]!r} leads out of the folder of checkpoints")
     if not tag.isprintable() or len(tag) > _MAX_TAG:

@@ -6,7 +6,7 @@ of integers.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,41 +16,25 @@ _BLOCK = 1 << 16
 """Number of elements that are cast at a time, so that intermediate results stay in the processor's cache."""
 
 
-class _Infinity(NamedTuple):
-    """The smallest bits, without the sign, of a value that is NaN or inf."""
-
-    signed: np.dtype
-    unsigned: np.dtype
-    bits: int
-    sign: int
-
-
-def _infinity(size: int, bits: int) -> _Infinity:
-    return _Infinity(np.dtype(f"<i{size}"), _UNSIGNED[size], bits, 1 << (8 * size - 1))
-
-
 _INFINITIES = {
-    "F64": _infinity(8, 0x7FF0 << 48),
-    "F32": _infinity(4, 0x7F80 << 16),
-    "F16": _infinity(2, 0x7C00),
-    "BF16": _infinity(2, 0x7F80),
-    "F8_E5M2": _infinity(1, 0x7C),
-    "F8_E4M3": _infinity(1, 0x7F),  # F8_E4M3 has NaN but no inf
+    "F64": (8, 0x7FF0 << 48),
+    "F32": (4, 0x7F80 << 16),
+    "F16": (2, 0x7C00),
+    "BF16": (2, 0x7F80),
+    "F8_E5M2": (1, 0x7C),
+    "F8_E4M3": (1, 0x7F),  # F8_E4M3 has NaN but no inf
 }
+"""Size in bytes, and the smallest bits, without the sign, of a value that is NaN or inf."""
 
 
 def all_finite(data: Any, code: str) -> bool:
-    """Return True if no element is NaN or inf; always True for dtypes without NaN and inf.
-
-    Args:
-        data: the bytes of the elements: a buffer, or an array of unsigned integers of the element size.
-    """
-    limit = _INFINITIES.get(code)
-    values = as_integers(data, limit.unsigned.itemsize) if limit is not None else None
-    if limit is None or values is None or not values.size:
+    """Return True if no element is NaN or inf; always True for dtypes without NaN and inf."""
+    size, bits = _INFINITIES.get(code, (0, 0))
+    values = as_integers(data, size) if size else None
+    if values is None or not values.size:
         return True
     # compared as integers: the largest positive value, and the negative value of the largest magnitude
-    return bool(values.view(limit.signed).max() < limit.bits and values.max() < limit.bits | limit.sign)
+    return bool(values.view(f"<i{size}").max() < bits and values.max() < bits | 1 << (8 * size - 1))
 
 
 def as_integers(data: Any, size: int) -> np.ndarray:
@@ -104,9 +88,5 @@ def _round_to_bf16(floats: np.ndarray, out: np.ndarray) -> None:
 
 
 def rows_of(data: Any, size: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
-    """Return a view of bytes as an array of unsigned integers with the shape and strides of a tensor.
-
-    Args:
-        strides: distance between neighbours along each axis, in elements.
-    """
+    """Return a view of bytes as an array of unsigned integers with the shape and strides of a tensor."""
     return np.ndarray(shape, _UNSIGNED[size], data, 0, tuple(size * stride for stride in strides))

@@ -44,11 +44,9 @@ _CODES = {name: code for code, (_, name) in _TABLE.items()}
 _SHORT = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 CHOICES = ("keep", *_SHORT)
-"""The values that ``--dtype`` accepts."""
 
 
 def itemsize(code: str) -> int:
-    """Return the bytes per element of a dtype code."""
     try:
         return _TABLE[code][0]
     except KeyError:
@@ -56,7 +54,6 @@ def itemsize(code: str) -> int:
 
 
 def is_dtype_code(code: str) -> bool:
-    """Return True if `code` is a dtype code of safetensors."""
     return code in _TABLE
 
 
@@ -90,7 +87,6 @@ def name_of(code: str) -> str:
 
 
 def torch_dtype(code: str) -> torch.dtype:
-    """Return the torch dtype of a code."""
     import torch
 
     return getattr(torch, name_of(code))

@@ -37,9 +37,7 @@ def read_object(folder: Folder, name: str, limit: int) -> bytes:
     if size is not None and _SMALL_FILE < size <= limit:
         ends = folder.read(name, 0, 64).lstrip()[:1], folder.read(name, size - 64, 64).rstrip()[-1:]
         if ends != (b"{", b"}"):
-            raise CorruptCheckpointError(
-                f"{folder.path(name)} is damaged: it is no JSON object from its start to its end"
-            )
+            raise CorruptCheckpointError(f"{folder.path(name)} is damaged: it is no JSON object")
     return folder.read(name, limit=limit)
 
 

@@ -31,11 +31,7 @@ class HeaderEntry(NamedTuple):
 
 
 def encode(entries: Iterable[HeaderEntry], metadata: Mapping[str, str], advice: str) -> bytes:
-    """Return the bytes of a header, with its length.
-
-    Args:
-        advice: the way out for a file with too many tensors, for the error.
-    """
+    """Return the bytes of a header, with its length; `advice` is the way out for too many tensors."""
     table: dict[str, Any] = {_METADATA: metadata}
     for name, dtype, shape, offset, nbytes in entries:
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
@@ -50,15 +46,12 @@ class Header(NamedTuple):
     """The content of a file's header."""
 
     size: int
-    """Bytes of the file."""
     metadata: dict[str, Any]
-    """The entry ``__metadata__``: texts by name."""
     entries: dict[str, HeaderEntry]
     """The tensors by name; their offsets count from the start of the file."""
 
 
 def read(folder: Folder, name: str) -> Header:
-    """Return the header of a file."""
     size = folder.size(name)
     if size is None:
         raise CorruptCheckpointError(f"{folder.path(name)} is missing")
@@ -77,9 +70,7 @@ def read(folder: Folder, name: str) -> Header:
                 raise ValueError(f"tensor {key} lies outside of the file")
             entries[key] = HeaderEntry(key, about["dtype"], tuple(about["shape"]), 8 + length + begin, end - begin)
     except (AttributeError, KeyError, TypeError) as error:
-        raise CorruptCheckpointError(
-            f"{folder.path(name)} is damaged: its header describes no tensors ({error})"
-        ) from None
+        raise CorruptCheckpointError(f"{folder.path(name)} is damaged: its header is none ({error})") from None
     except ValueError as error:
         raise CorruptCheckpointError(f"{folder.path(name)} is damaged: {error}") from None
     return Header(size, metadata, entries)

@@ -27,6 +27,8 @@ FORMAT = "ort_zero.checkpoint"
 VERSION = 4
 MAX_BYTES = 4 << 30
 """Maximum size in bytes of a manifest that is read; 400 billion parameters on 512 ranks need less."""
+MAX_EXTRA_BYTES = 1 << 30
+"""Maximum size in bytes of a rank's JSON file that is read; tensors are not in it."""
 _PLAIN = ("tag", "step", "world_size", "zero_stage", "dtype", "run_id", "save_id", "aliases", "config")
 """Fields of :class:`Source` that are the same in the manifest."""
 _MAX_LATEST_BYTES = 4096
@@ -67,13 +69,7 @@ def dump(source: Source, versions: Mapping[str, str]) -> bytes:
 
 
 def parse(data: bytes, root: str) -> Source:
-    """Return the checkpoint that a manifest describes.
-
-    Raises:
-        CorruptCheckpointError: no JSON, another digest, a wrong type or value, or a file name that leaves the folder; a
-            file or tensor is listed twice; pieces leave a gap, overlap, or claim more bytes than their file has.
-        CheckpointError: a format version that this version of ort_zero does not know.
-    """
+    """Return the checkpoint that a manifest describes."""
     path = f"{root}/{NAME}"
     try:
         value = json_text.loads(data)
@@ -106,9 +102,7 @@ def parse(data: bytes, root: str) -> Source:
         try:
             runs = [run_of(row, len(names)) for row in entry.pieces]
         except (IndexError, TypeError) as error:
-            raise CorruptCheckpointError(
-                f"{path}: {entry.kind} of {entry.name}: a piece is malformed ({error})"
-            ) from None
+            raise CorruptCheckpointError(f"{path}: {entry.kind} of {entry.name}: malformed piece ({error})") from None
         pieces = PieceRuns(names, runs, entry.dtype)
         tensors.append(
             Tensor(name=entry.name, kind=entry.kind, dtype=entry.dtype, shape=tuple(entry.shape), pieces=pieces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -15,22 +16,22 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-def _file_name(name: str) -> str:
-    if not is_plain_name(name):
-        raise ValueError("must be the name of a file in the checkpoint's own folder")
-    return name
+def _must(test: Callable[[str], bool], why: str) -> AfterValidator:
+    """Return the check that `test` is true of a text."""
+
+    def check(text: str) -> str:
+        if not test(text):
+            raise ValueError(why)
+        return text
+
+    return AfterValidator(check)
 
 
-def _config_name(name: str) -> str:
-    if not is_config_name(name):
-        raise ValueError("is not the name of a configuration file that a checkpoint may bring")
-    return name
-
-
-def _dtype_code(code: str) -> str:
-    if not dtypes.is_dtype_code(code):
-        raise ValueError("unknown dtype")
-    return code
+def _is_utf8(text: str) -> bool:
+    try:
+        return text.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def _tag(tag: str) -> str:
@@ -41,29 +42,21 @@ def _tag(tag: str) -> str:
     return tag
 
 
-def _printable(text: str) -> str:
-    if not text.isprintable():  # control characters can make a terminal show another text
-        raise ValueError("holds characters that are not printable")
-    return text
-
-
-def _content(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("is no text that UTF-8 can hold") from None
-    return text
-
-
 _Size = Annotated[int, Field(ge=0, lt=1 << 63)]
-_Name = Annotated[str, AfterValidator(_printable)]
-_Dtype = Annotated[str, AfterValidator(_dtype_code)]
+# control characters can make a terminal show another text
+_Name = Annotated[str, _must(str.isprintable, "holds characters that are not printable")]
+_Dtype = Annotated[str, _must(dtypes.is_dtype_code, "unknown dtype")]
+_FileName = Annotated[str, _must(is_plain_name, "must be the name of a file in the checkpoint's own folder")]
+_ConfigName = Annotated[
+    str, _must(is_config_name, "is not the name of a configuration file that a checkpoint may bring")
+]
+_Content = Annotated[str, _must(_is_utf8, "is no text that UTF-8 can hold")]
 
 
 class ManifestFile(_Strict):
     """A file of the checkpoint."""
 
-    name: Annotated[str, AfterValidator(_file_name)]
+    name: _FileName
     size: _Size
     xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
@@ -113,6 +106,6 @@ class Manifest(_Strict):
     frozen: list[_Name]
     left_out: list[_Name]
     optimizer: ManifestOptimizer | None
-    config: dict[Annotated[str, AfterValidator(_config_name)], Annotated[str, AfterValidator(_content)]]
+    config: dict[_ConfigName, _Content]
     files: list[ManifestFile]
     tensors: list[ManifestTensor]

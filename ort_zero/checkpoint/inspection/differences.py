@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +55,7 @@ class DiffReport:
     """Folder, file or URL of the first side."""
     b: str
     format_a: str
-    """Format: "ort_zero", "deepspeed", or "safetensors" for a model."""
+    """Format: "ort_zero", "deepspeed", "dcp", or "safetensors" for a model."""
     format_b: str
     compared: int
     """Number of tensors that both sides have."""
@@ -84,7 +84,6 @@ class _Values:
     relative: float = 0.0
 
     def add(self, a: torch.Tensor, b: torch.Tensor, atol: float, rtol: float) -> None:
-        """Add the differences between two ranges of elements of equal length."""
         if a.dtype is b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             return
         unlike = _differing(a, b)
@@ -105,29 +104,6 @@ class _Values:
         self.relative = max(self.relative, float(relative.max()))
 
 
-@dataclass
-class _Side:
-    """One of the two checkpoints or models that are compared."""
-
-    source: Source
-    folder: Folder
-    tensors: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, source: Source, with_optimizer: bool) -> _Side:
-        """Return the side of `source` with its weights, and its optimizer state if `with_optimizer`."""
-        stored = source.weights()
-        if with_optimizer:
-            stored |= {f"{t.kind}/{t.name}": t for t in source.tensors if t.is_optimizer_state}
-        root = source.root
-        folder = open_folder((root.rpartition("/")[0] or ".") if root.endswith(safetensors_files.END) else root)
-        return cls(source, folder, stored)
-
-    def resolved(self, name: str) -> str:
-        """Return the name under which the values of `name` are stored: another name if the parameter is tied."""
-        return self.source.aliases.get(name, name)
-
-
 def diff(
     a: str | os.PathLike,
     b: str | os.PathLike,
@@ -143,8 +119,7 @@ def diff(
     """Return the tensors in which two checkpoints or models differ. Nothing is written.
 
     Args:
-        a: folder or fsspec URL of a checkpoint of ort_zero or DeepSpeed, of several checkpoints, or of safetensors
-            files, or the path of one such file.
+        a: folder or fsspec URL of a checkpoint, of several checkpoints, or of safetensors files, or one such file.
         b: the other side, likewise.
         tag_a: tag of the checkpoint if `a` holds several.
         tag_b: tag of the checkpoint if `b` holds several.
@@ -170,13 +145,14 @@ def diff(
         raise CheckpointError(f"{without.root} holds no optimizer state")
     if what is None and len(with_states) == 1:
         notes.append(f"only {masked(with_states[0].root)} holds optimizer state, which is not compared")
-    one, other = (_Side.of(source, what != "weights" and len(with_states) == 2) for source in sources)
-    pairs, only_a, only_b = _matched(one, other)
+    with_optimizer = what != "weights" and len(with_states) == 2
+    (folder_a, one), (folder_b, other) = (_side(source, with_optimizer) for source in sources)
+    pairs, only_a, only_b = _matched(one, other, *(source.aliases for source in sources))
     total = sum(x.nbytes + y.nbytes for _, x, y in pairs if x.shape == y.shape)
     different = []
     with bar(total, "diff", shown=progress) as shown:
         for name, x, y in pairs:
-            difference = _compare(name, (one.folder, x), (other.folder, y), atol, rtol, shown.update)
+            difference = _compare(name, (folder_a, x), (folder_b, y), atol, rtol, shown.update)
             if difference is not None:
                 different.append(difference)
     return DiffReport(
@@ -189,7 +165,7 @@ def diff(
         only_a=tuple(only_a),
         only_b=tuple(only_b),
         notes=tuple(notes),
-        bytes=one.folder.bytes_read + other.folder.bytes_read,
+        bytes=folder_a.bytes_read + folder_b.bytes_read,
         seconds=time.perf_counter() - started,
     )
 
@@ -203,26 +179,37 @@ def open_any(path: str, tag: str | None = None, tp_split: Sequence[str] = ()) ->
         folder = open_folder(path)
         is_model = path.endswith(safetensors_files.END) and not folder.names()
         if not is_model and format_in(folder) is None and not folder.exists(manifest.LATEST):
-            is_model = safetensors_files.are_in(folder)
+            is_model = any(name.endswith(safetensors_files.END) for name in folder.names())
         if is_model:
             return safetensors_files.open_safetensors(path)
     return find_source(path, tag, tp_split)
 
 
-def _matched(one: _Side, other: _Side) -> tuple[list[tuple[str, Tensor, Tensor]], list[str], list[str]]:
+def _side(source: Source, with_optimizer: bool) -> tuple[Folder, dict[str, Tensor]]:
+    """Return the folder of the files of a side, and its tensors by name."""
+    stored = source.weights()
+    if with_optimizer:
+        stored |= {f"{t.kind}/{t.name}": t for t in source.tensors if t.is_optimizer_state}
+    root = source.root
+    return open_folder((root.rpartition("/")[0] or ".") if root.endswith(safetensors_files.END) else root), stored
+
+
+def _matched(
+    one: Mapping[str, Tensor], other: Mapping[str, Tensor], one_ties: Mapping[str, str], other_ties: Mapping[str, str]
+) -> tuple[list[tuple[str, Tensor, Tensor]], list[str], list[str]]:
     """Return the pairs of tensors with the same name, and the names that only one side has.
 
     Tied parameters are compared once, whichever of their names is stored.
     """
     pairs: dict[tuple[str, str], tuple[str, Tensor, Tensor]] = {}
     only: tuple[list[str], list[str]] = ([], [])
-    for name in dict.fromkeys((*one.tensors, *other.tensors, *one.source.aliases, *other.source.aliases)):
-        a, b = one.resolved(name), other.resolved(name)
-        if a in one.tensors and b in other.tensors:
-            pairs.setdefault((a, b), (name, one.tensors[a], other.tensors[b]))
-        elif name in one.tensors:
+    for name in dict.fromkeys((*one, *other, *one_ties, *other_ties)):
+        a, b = one_ties.get(name, name), other_ties.get(name, name)
+        if a in one and b in other:
+            pairs.setdefault((a, b), (name, one[a], other[b]))
+        elif name in one:
             only[0].append(name)
-        elif name in other.tensors:
+        elif name in other:
             only[1].append(name)
         # else a tied name of one side alone, whose values are compared under the stored name
     matched = {a for a, _ in pairs}, {b for _, b in pairs}
@@ -238,7 +225,6 @@ def _compare(
     rtol: float,
     advance: Callable[[int], object],
 ) -> TensorDifference | None:
-    """Return the difference between two tensors, None if they are the same."""
     x, y = a[1], b[1]
     values = None
     if x.shape == y.shape:
@@ -283,7 +269,6 @@ def _chunks(folder: Folder, tensor: Tensor) -> Iterator[torch.Tensor]:
     dtype = dtypes.torch_dtype(tensor.dtype)
     reader, step = CheckedReader(folder, {}, verify=False), _CHUNK if tensor.strides is None else tensor.elements
     for start in range(0, tensor.elements, max(1, step)):
-        count = min(step, tensor.elements - start)
-        target = torch.empty(count, dtype=dtype)
-        reader.read([ReadRequest(tensor=tensor, start=start, length=count, target=target)])
+        target = torch.empty(min(step, tensor.elements - start), dtype=dtype)
+        reader.read([ReadRequest(tensor, target, start)])
         yield from target.split(_CHUNK)

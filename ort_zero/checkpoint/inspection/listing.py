@@ -23,7 +23,7 @@ class ListedCheckpoint:
     root: str
     """Folder or URL of the checkpoint."""
     format: str | None
-    """Format: "ort_zero" or "deepspeed"; None if a save was interrupted."""
+    """Format: "ort_zero", "deepspeed" or "dcp"; None if a save was interrupted."""
     latest: bool
     """True if the file ``latest`` in the folder above names this checkpoint."""
     step: int | None
@@ -94,7 +94,6 @@ def _listed(candidate: Candidate, now: float, tp_split: Sequence[str]) -> Listed
 
 
 def _is_latest(folder: Folder) -> bool:
-    """Return True if the file ``latest`` in the folder above names `folder`."""
     above, _, name = (
         os.path.abspath(folder.url).rpartition("/") if "://" not in folder.url else folder.url.rpartition("/")
     )

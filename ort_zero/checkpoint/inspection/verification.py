@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,18 +11,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from ort_zero.checkpoint import seal
 from ort_zero.checkpoint.dcp import reader as dcp
 from ort_zero.checkpoint.deepspeed import file_names
-from ort_zero.checkpoint.deepspeed.split_rules import parse_rules
+from ort_zero.checkpoint.deepspeed.splits import parse_rules
 from ort_zero.checkpoint.deepspeed.tensor_parallel import SplitUnknownError
+from ort_zero.checkpoint.files import json_text, safetensors_header
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.finding import find, format_in, no_checkpoint, open_in, whole_checkpoints_text
 from ort_zero.checkpoint.format import manifest
-from ort_zero.checkpoint.reads.shard_checks import is_of_another_save, problem_of_shard
+from ort_zero.checkpoint.pieces import PieceRuns
 from ort_zero.checkpoint.records import File, Source
 from ort_zero.checkpoint.torch_file import read_records
-from ort_zero.errors import CheckpointError
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
 from ort_zero.utils.progress import bar
 from ort_zero.utils.text import shortened
@@ -41,7 +45,7 @@ class VerifyReport:
     """Folder or URL of the checkpoint."""
     tag: str
     format: str
-    """Format: "ort_zero" or "deepspeed"."""
+    """Format: "ort_zero", "deepspeed" or "dcp"."""
     files: int
     """Number of files that were read."""
     bytes: int
@@ -109,13 +113,17 @@ def verify(
         failure = str(error)
     problems: list[tuple[str, str]] = []  # file name, empty for a problem of no single file, and text
     names = _names(folder, format_name, source, problems, notes)
-    checks = _Checks(folder, format_name, source)
-    if format_name == "dcp" and not checks.sealed:
+    sealed: Mapping[str, File] = {}
+    if format_name != "ort_zero":
+        with suppress(CheckpointError):  # a damaged seal is a problem already: the checkpoint was not opened
+            sealed = seal.read_seal(folder) or {}
+    if format_name == "dcp" and not sealed:
         notes.append(
             "torch's files do not name their save: another save's shards of the same sizes would not be noticed"
         )
         notes += [f"{folder.path(name)} has no checksum" for name in dcp.metadata_files(folder)]
-    sizes, more = _check_files(folder, names, checks, workers, progress)
+    check = functools.partial(_problems, folder, format_name, source, sealed)
+    sizes, more = _check_files(folder, [*names, *sealed], check, workers, progress)
     problems += more
     # a damaged file that was named already need not be named again
     if failure and not any(folder.path(name) in failure for name, _ in problems):
@@ -166,56 +174,49 @@ def _names(
     return [manifest.NAME, *source.files]
 
 
-class _Checks:
-    """The checks of single files: each byte is read once, and compared with the best checksum that there is."""
-
-    def __init__(self, folder: Folder, format_name: str, source: Source | None):
-        self._folder, self._format, self._source = folder, format_name, source
-        self.sealed: Mapping[str, File] = {}
-        if format_name != "ort_zero":
-            with suppress(CheckpointError):  # a damaged seal is a problem already: the checkpoint was not opened
-                self.sealed = seal.read_seal(folder) or {}
-
-    def __call__(self, name: str, advance: Callable[[int], Any]) -> Iterator[str]:
-        """Yield the problems of one file."""
-        folder, source = self._folder, self._source
-        if self._format == "ort_zero":
-            if source is not None and name != manifest.NAME:
-                problem = problem_of_shard(folder, source.files[name], source, advance)
-                yield from [problem] if problem else []
+def _problems(
+    folder: Folder,
+    format_name: str,
+    source: Source | None,
+    sealed: Mapping[str, File],
+    name: str,
+    advance: Callable[[int], Any],
+) -> Iterator[str]:
+    """Yield the problems of one file: each byte is read once, and compared with the best checksum that there is."""
+    if format_name == "ort_zero":
+        if source is not None and name != manifest.NAME:
+            problem = problem_of_shard(folder, source.files[name], source, advance)
+            yield from [problem] if problem else []
+        return
+    if sealed:
+        problem = seal.size_problem(folder, name, sealed)
+        if problem:
+            yield problem
             return
-        if self.sealed:
-            problem = seal.size_problem(folder, name, self.sealed)
-            if problem:
-                yield problem
-                return
-            checksums = self.sealed[name].records
-        elif source is not None and name in source.files:
-            checksums = source.files[name].records
-        else:
-            checksums = read_records(folder, name) if name.endswith(".pt") else ()
-        for start, length, crc in checksums:
-            if folder.crc32(name, start, start + length, advance=advance) != crc:
-                yield f"{folder.path(name)} is damaged: {self._place(name, start, start + length)}"
-
-    def _place(self, name: str, start: int, end: int) -> str:
-        """Return which bytes are damaged, and of which tensors."""
-        tensors = self._source.tensors if self._source is not None else ()
-        damaged = [
-            f"{tensor.kind} of {tensor.name}"
-            for tensor in tensors
-            if any(p.file == name and p.offset < end and start < p.offset + p.length for p in tensor.pieces)
-        ]
-        where = f", in {shortened(damaged, _MAX_NAMED)}" if damaged else ""
-        return f"bytes {start} to {end} do not match their CRC-32{where}"
+        checksums = sealed[name].records
+    elif source is not None and name in source.files:
+        checksums = source.files[name].records
+    else:
+        checksums = read_records(folder, name) if name.endswith(".pt") else ()
+    tensors = source.tensors if source is not None else ()
+    for start, length, crc in checksums:
+        end = start + length
+        if folder.crc32(name, start, end, advance=advance) != crc:
+            damaged = [
+                f"{tensor.kind} of {tensor.name}"
+                for tensor in tensors
+                if any(p.file == name and p.offset < end and start < p.offset + p.length for p in tensor.pieces)
+            ]
+            where = f", in {shortened(damaged, _MAX_NAMED)}" if damaged else ""
+            yield f"{folder.path(name)} is damaged: bytes {start} to {end} do not match their CRC-32{where}"
 
 
 def _check_files(
-    folder: Folder, names: Sequence[str], check: _Checks, workers: int, progress: bool
+    folder: Folder, names: Sequence[str], check: Callable[..., Iterator[str]], workers: int, progress: bool
 ) -> tuple[list[int], list[tuple[str, str]]]:
     """Run `check` on all files in threads, largest files first; return the files' sizes, and their problems."""
     sizes = {}
-    for name in dict.fromkeys((*names, *check.sealed)):
+    for name in dict.fromkeys(names):
         try:
             sizes[name] = folder.size(name) or 0
         except CheckpointError:  # a FIFO, a folder or a device has the name, which `check` reports
@@ -230,3 +231,77 @@ def _check_files(
 
         found = list(pool.map(problems_of, sorted(sizes, key=lambda name: -sizes[name])))
     return list(sizes.values()), [problem for problems in found for problem in problems]
+
+
+_OF_A_SAVE = re.compile(r"rank_\d{5}_(master|optimizer|extra)(\.[0-9a-f]{8})?\.(safetensors|json)")
+
+
+def problem_of_shard(folder: Folder, file: File, source: Source, advance: Callable[[int], Any]) -> str | None:
+    """Return the problem of one file, None if it is the file of the manifest. Every byte is read."""
+    path = folder.path(file.name)
+    wrong = folder.wrong_size(file.name, file.size)
+    if wrong:
+        return wrong
+    wrong = _wrong_extent(folder, file)
+    if wrong:
+        return f"{path} is damaged: {wrong}"
+    digest = xxhash.xxh3_128()
+    for block in folder.blocks(file.name, 0, file.size):
+        digest.update(block)
+        advance(len(block))
+    if digest.hexdigest() == file.xxh3_128:
+        return None
+    damaged = list(_damaged(folder, file, source))
+    where = f", in {shortened(damaged, _MAX_NAMED)}" if damaged else ", outside of its tensors"
+    return f"{path} is damaged: its content does not match its xxh3-128{where}"
+
+
+def is_of_another_save(folder: Folder, name: str, source: Source) -> bool:
+    """Return True for a rank's file, not in the manifest, of another save of the same tag.
+
+    While a tag is saved again, its folder has files of both saves: new files before the new manifest, old ones after.
+    """
+    if not _OF_A_SAVE.fullmatch(name):
+        return False
+    try:
+        save = _metadata(folder, name).get("save_id")
+    except CheckpointError:
+        return False
+    return save is not None and save != source.save_id
+
+
+def _wrong_extent(folder: Folder, file: File) -> str | None:
+    """Return a message if a file cannot have its size, else None; checked before terabytes of zeros are read."""
+    if file.name.endswith(".json"):
+        return None if file.size <= manifest.MAX_EXTRA_BYTES else f"{file.size} bytes are too many for it"
+    try:
+        entries = safetensors_header.read(folder, file.name).entries.values()
+    except CorruptCheckpointError:
+        return None  # the check of the file's bytes gives a better message
+    end = max((entry.offset + entry.nbytes for entry in entries), default=file.size)
+    return None if end == file.size else f"its tensors end at byte {end}, it has {file.size}"
+
+
+def _damaged(folder: Folder, file: File, source: Source) -> Iterator[str]:
+    index = list(source.files).index(file.name)
+    for tensor in source.tensors:
+        assert isinstance(tensor.pieces, PieceRuns), "the manifest's reader makes runs"
+        for run in tensor.pieces.runs:
+            if index in run.files():
+                piece = tensor.pieces.piece(run, run.files().index(index))
+                digest = xxhash.xxh3_64()
+                for block in folder.blocks(file.name, piece.offset, piece.offset + piece.length):
+                    digest.update(block)
+                if digest.digest() != piece.check:
+                    yield f"{tensor.kind} of {tensor.name}"
+
+
+def _metadata(folder: Folder, name: str) -> dict[str, Any]:
+    """Return what a file tells of its save and rank; empty if it cannot be read."""
+    try:
+        if not name.endswith(".json"):
+            return safetensors_header.read(folder, name).metadata
+        value = json_text.loads(json_text.read_object(folder, name, manifest.MAX_EXTRA_BYTES))
+    except (ValueError, CorruptCheckpointError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -11,8 +11,7 @@ import torch
 
 from ort_zero import log
 from ort_zero.checkpoint.format.values import decode_in_json
-from ort_zero.checkpoint.reads.shard_checks import MAX_STEPS
-from ort_zero.checkpoint.reads.training_state import TrainingState
+from ort_zero.checkpoint.reads.training_state import MAX_STEPS, TrainingState
 from ort_zero.checkpoint.records import Source, is_extra_state
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.compat.optimizer_states import OptimizerStates, states_after_a_step
@@ -52,11 +51,7 @@ def refuse_misfit(state: EngineState, source: Source, strict: bool, full: bool =
 
 
 def _warn_of_differences(state: EngineState, source: Source, resolved: dict[str, str], full: bool) -> None:
-    """Warn of tensors that stay as they are, lose their tie, or lose their optimizer state.
-
-    Args:
-        resolved: stored name of each parameter and buffer by its name in the model.
-    """
+    """Warn of tensors that stay as they are, lose their tie, or lose their optimizer state."""
     stored, trained = source.weights(), state.optimized()
     moments = {tensor.name for tensor in source.tensors if tensor.is_optimizer_state} if full else set()
     warnings = {
@@ -104,16 +99,11 @@ def refuse_other_optimizer(state: EngineState, source: Source, saved: TrainingSt
                 f"{sorted(live.elementwise | live.numbers)}; use the same optimizer, or {way_out}"
             )
     if _is_other_optimizer(source.optimizer.class_name, engine_class):
-        log.get_logger().warning(
-            "%s was saved with the optimizer %s, whose states %s continues with",
-            source.root,
-            source.optimizer.class_name,
-            engine_class,
-        )
+        text = "%s was saved with the optimizer %s, whose states %s continues with"
+        log.get_logger().warning(text, source.root, source.optimizer.class_name, engine_class)
 
 
 def _has_groups_without_state(state: EngineState) -> bool:
-    """Return True if the optimizer has states of some flat buffers, and none yet of others."""
     return len({bool(state.existing_state_of(flat)) for flat in state.flats() if flat.places}) > 1
 
 
@@ -147,11 +137,8 @@ def refuse_other_scheduler(state: EngineState, saved: TrainingState, root: str) 
     stored_class = saved.lr_scheduler_class
     if not hasattr(scheduler, "load_state_dict"):
         if stored is not None:
-            log.get_logger().warning(
-                "%s holds the state of %s, and the engine has no scheduler of the learning rate: the state is left out",
-                root,
-                stored_class or "a scheduler",
-            )
+            text = "%s holds the state of %s, which is left out: the engine has no scheduler of the learning rate"
+            log.get_logger().warning(text, root, stored_class or "a scheduler")
         return
     name = type(scheduler).__name__
     if stored is None:
@@ -183,11 +170,7 @@ class OptimizerSettings:
 
 
 def optimizer_settings(state: EngineState, source: Source, full: bool) -> OptimizerSettings:
-    """Return the optimizer's numbers and hyper-parameters in a checkpoint.
-
-    Args:
-        full: False for empty settings, which change nothing.
-    """
+    """Return the optimizer's numbers and hyper-parameters in a checkpoint; none without `full`."""
     optimizer = source.optimizer
     settings = OptimizerSettings()
     if not full or optimizer is None or state.base_optimizer() is None:
@@ -228,14 +211,12 @@ def optimizer_settings(state: EngineState, source: Source, full: bool) -> Optimi
             )
             continue
         for key, value in match.items():
-            if _is_number_of_an_optimizer(live.get(key)) and not (_is_number(value) and math.isfinite(value)):
+            old = live.get(key)
+            is_number = _is_number(old) or (torch.is_tensor(old) and old.numel() == 1)
+            if is_number and not (_is_number(value) and math.isfinite(value)):
                 raise CorruptCheckpointError(f"{source.root}: {key} of parameter group {index} cannot be {value!r}")
         settings.options[index] = {key: decode_in_json(value) for key, value in match.items()}
     return settings
-
-
-def _is_number_of_an_optimizer(value: Any) -> bool:
-    return _is_number(value) or (torch.is_tensor(value) and value.numel() == 1)
 
 
 def _is_number(value: Any) -> bool:

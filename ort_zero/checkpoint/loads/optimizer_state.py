@@ -50,7 +50,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, path: str | os.PathLi
         )
     stored = {(tensor.kind, tensor.name): tensor for tensor in source.tensors if tensor.is_optimizer_state}
     names = _names(optimizer, model, about["aliases"])
-    _check(optimizer, about, {key: tensor.shape for key, tensor in stored.items()}, names, folder)
+    _check(about, {key: tensor.shape for key, tensor in stored.items()}, names, folder)
     values = {key: read_whole(folder, tensor) for key, tensor in stored.items()}
     optimizer.load_state_dict(_state_dict(optimizer, about, values, names))
 
@@ -58,7 +58,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, path: str | os.PathLi
 def _read_json(folder: Folder) -> dict[str, Any]:
     if not folder.exists(OPTIMIZER_JSON):
         raise CheckpointError(
-            f"{folder.path()} holds no {OPTIMIZER_JSON}; write it with ort-zero aggregate --what weights+optimizer"
+            f"{folder.path()} holds no {OPTIMIZER_JSON}; write it with aggregate --what weights+optimizer"
         )
     try:
         about = json_text.loads(folder.read(OPTIMIZER_JSON))
@@ -72,7 +72,6 @@ def _read_json(folder: Folder) -> dict[str, Any]:
 def _names(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, aliases: Mapping[str, str]
 ) -> dict[torch.nn.Parameter, set[str]]:
-    """Return all names of each parameter of the optimizer."""
     names: dict[torch.nn.Parameter, set[str]] = {p: set() for p in _parameters(optimizer)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter in names:
@@ -91,7 +90,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter
 
 
 def _check(
-    optimizer: torch.optim.Optimizer,
     about: Mapping[str, Any],
     shapes: Mapping[tuple[str, str], tuple[int, ...]],
     names: Mapping[torch.nn.Parameter, set[str]],
@@ -125,7 +123,6 @@ def _state_dict(
     stored: Mapping[tuple[str, str], torch.Tensor],
     names: Mapping[torch.nn.Parameter, set[str]],
 ) -> dict[str, Any]:
-    """Return the argument of ``optimizer.load_state_dict``, by the optimizer's numbers of the parameters."""
     value = optimizer.state_dict()
     numbers = {p: n for n, p in enumerate(_parameters(optimizer))}
     owners = {name: parameter for parameter, every in names.items() for name in every}

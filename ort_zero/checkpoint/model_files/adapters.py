@@ -63,11 +63,7 @@ def adapter_names(source: Source) -> list[str]:
 
 
 def adapter_part(source: Source, config: Mapping[str, Any], adapter: str | None) -> Source:
-    """Return the checkpoint with the tensors of one adapter only, under their names in PEFT's files.
-
-    Args:
-        adapter: name of the adapter; may be None if there is only one.
-    """
+    """Return the checkpoint with the tensors of one adapter only, under their names in PEFT's files."""
     chosen = _chosen(source, adapter)
     if config.get("bias", "none") == "lora_only":
         raise CheckpointError(f"{source.root}: {CONFIG} has bias 'lora_only', which is not supported")
@@ -83,11 +79,7 @@ def adapter_part(source: Source, config: Mapping[str, Any], adapter: str | None)
 
 
 def merged(source: Source, config: Mapping[str, Any], adapter: str | None) -> tuple[Source, dict[str, Merge]]:
-    """Return the checkpoint under the base model's names, and the LoRA updates by the name of the base weight.
-
-    Args:
-        adapter: name of the adapter to merge; may be None if there is only one. Other adapters are left out.
-    """
+    """Return the checkpoint under the base model's names, and the LoRA updates by the name of the base weight."""
     chosen = _chosen(source, adapter)
     _refuse_unmergeable(source, config)
     weights = source.weights()
@@ -124,7 +116,6 @@ def merged(source: Source, config: Mapping[str, Any], adapter: str | None) -> tu
 
 
 def _chosen(source: Source, adapter: str | None) -> str:
-    """Return the name of the adapter to use: `adapter`, or the only one in the checkpoint."""
     names = adapter_names(source)
     if adapter is None and len(names) > 1:
         raise CheckpointError(f"{source.root} holds several adapters, give one by --adapter: {', '.join(names)}")
@@ -167,7 +158,6 @@ def _pairs(weights: Mapping[str, Tensor], adapter: str) -> dict[str, tuple[Tenso
 def _merge(
     source: Source, base: Tensor, a: Tensor, b: Tensor, embedding: bool, config: Mapping[str, Any], layer: str
 ) -> Merge:
-    """Return the LoRA update of one base weight."""
     fits = len(base.shape) == len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1]
     product = (b.shape[0], a.shape[-1]) if fits else ()
     transposed = bool(embedding or config.get("fan_in_fan_out"))
@@ -196,7 +186,6 @@ def _value_for_layer(pattern: Any, layer: str, default: Any) -> Any:
 
 
 def _in_base(name: str) -> str:
-    """Return the base model's name for a tensor of the model with adapters."""
     return name.replace(".base_layer.", ".").removeprefix(_BASE)
 
 
@@ -205,7 +194,6 @@ def _with_base_prefix(name: str) -> str:
 
 
 def _file_name(name: str, adapter: str) -> str:
-    """Return the name of an adapter's parameter in PEFT's file."""
     if f".{_SAVED}.{adapter}" in name:
         return _with_base_prefix(name.replace(f".{_SAVED}.{adapter}", ""))
     name = name.removesuffix(".weight") if f".{_MAGNITUDE}." in name else name

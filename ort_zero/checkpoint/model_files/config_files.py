@@ -60,9 +60,6 @@ def config_files_beside(root: str, src: str) -> dict[str, ConfigFile]:
     The run's folders are all folders above the checkpoint's, up to the folder that the user named. The folder directly
     above also counts if a training framework wrote into it. Folders without a configuration of a model, tokenizer or
     processor are skipped. Python code is never taken.
-
-    Args:
-        src: folder or URL that the user named as the source: `root` or a folder above `root`.
     """
     files: dict[str, ConfigFile] = {}
     for url in dict.fromkeys((root, *_run_folders(root, src))):
@@ -91,10 +88,6 @@ def keep_beside(run: Folder, checkpoint: Folder, manifest_configs: Mapping[str, 
     """Copy the run's config files into the checkpoint's folder, so that this folder is complete by itself.
 
     HF Trainer writes tokenizer and processor into ``checkpoint-N`` before it saves the engine there.
-
-    Args:
-        manifest_configs: texts of the config files in the manifest; files of these names are not copied.
-        token: part of the names of temporary files; differs between processes that write the same files.
     """
     try:
         files = config_files_in(run)

@@ -1,19 +1,20 @@
-"""Select the tensors of a checkpoint that an aggregation writes, and their names. Opens no files."""
+"""Select the tensors of a checkpoint that an aggregation writes, and rename them. Opens no files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ort_zero.checkpoint.files import json_text
-from ort_zero.checkpoint.model_files import adapters, renaming
+from ort_zero.checkpoint.model_files import adapters
 from ort_zero.checkpoint.model_files.adapters import Merge
-from ort_zero.checkpoint.records import Source
+from ort_zero.checkpoint.records import Optimizer, Source
 from ort_zero.errors import CheckpointError
+from ort_zero.utils.text import shortened
 
 ADAPTER = "adapter"
-"""The value of ``--what`` for the files of PEFT."""
 _BASE_MODEL_CONFIGS = ("config.json", "generation_config.json")
 _OF_SEVERAL_FOLDERS = {
     "modules.json": "is of a SentenceTransformer: the weights are written as one model; --strip-prefix '0.auto_model.' "
@@ -29,11 +30,9 @@ class Selected:
     """The part of a checkpoint that an aggregation writes."""
 
     source: Source
-    """The checkpoint with the tensors that are written, under their new names."""
     stem: str | None = None
     """Beginning of the names of the weight files; None for the usual names."""
     merges: Mapping[str, Merge] = field(default_factory=dict)
-    """LoRA updates by the name of the base weight."""
     left_out: tuple[str, ...] = ()
     """Names of config files that do not belong beside the written weights."""
 
@@ -48,20 +47,16 @@ def select(
     merge_lora: bool,
     adapter: str | None,
 ) -> Selected:
-    """Return the part of a checkpoint that the user's options select; they are those of ``aggregate``.
-
-    Args:
-        configs: content of the files beside the weights, by name.
-    """
+    """Return the part of a checkpoint that the user's options select; they are those of ``aggregate``."""
     if merge_lora and what != "weights":
         raise CheckpointError(f"merge_lora writes weights; it does not go with what={what!r}")
-    source = renaming.renamed(source, strip_prefix, rename)
-    notes = renaming.hints(source, "config.json" in configs)
+    source = renamed(source, strip_prefix, rename)
+    notes = hints(source, "config.json" in configs)
     if (merge_lora or what == ADAPTER) and not adapters.adapter_names(source):
         raise CheckpointError(f"{source.root} holds no adapter of PEFT")
     if what == ADAPTER:
         part = adapters.adapter_part(source, _config(source, configs), adapter)
-        notes = renaming.hints(part, True)
+        notes = hints(part, True)
         return Selected(source=_noted(part, notes), stem="adapter_model", left_out=_BASE_MODEL_CONFIGS)
     notes += [f"{name} {text}" for name, text in _OF_SEVERAL_FOLDERS.items() if name in configs]
     stem = _stem_of(configs)
@@ -86,7 +81,6 @@ def _stem_of(configs: Mapping[str, bytes]) -> str | None:
 
 
 def _config(source: Source, configs: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the content of PEFT's ``adapter_config.json``."""
     if adapters.CONFIG not in configs:
         raise CheckpointError(f"no {adapters.CONFIG} is in or beside {source.root}; copy PEFT's file there")
     try:
@@ -100,3 +94,87 @@ def _config(source: Source, configs: Mapping[str, bytes]) -> dict[str, Any]:
 
 def _noted(source: Source, notes: Sequence[str]) -> Source:
     return replace(source, notes=(*source.notes, *notes)) if notes else source
+
+
+_WRAPPERS = (
+    ("_forward_module.", "Lightning's strategy", r"--strip-prefix _forward_module."),
+    ("_orig_mod.", "torch.compile", r"--rename '_orig_mod\.='"),
+    ("_checkpoint_wrapped_module.", "activation checkpointing", r"--rename '_checkpoint_wrapped_module\.='"),
+    ("_fsdp_wrapped_module.", "FSDP", r"--rename '_fsdp_wrapped_module\.='"),
+)
+"""(part of parameter names, wrapper that inserts the part, option that removes the part)."""
+_MAX_NAMES_SHOWN = 3
+_PREFIXES = ("module.", "model.", "network.", "net.")
+"""Usual prefixes of names where a user's class keeps the whole model in one attribute."""
+
+
+def renamed(source: Source, prefixes: Sequence[str] = (), patterns: Sequence[str] = ()) -> Source:
+    """Return the checkpoint with renamed tensors, in the model and in the optimizer.
+
+    Args:
+        prefixes: prefixes to remove, one after the other, from each name that begins with the prefix.
+        patterns: ``FROM=TO``, applied in order after the prefixes: each match of the regular expression FROM (all text
+            up to the first ``=``) is replaced by TO, in which ``\\1`` is FROM's first group.
+    """
+    changes = [(prefix, f"^{re.escape(prefix)}=") for prefix in prefixes] + [(text, text) for text in patterns]
+    for text, pattern in changes:
+        source = _with_names(source, _replacement(pattern), text)
+    return source
+
+
+def hints(source: Source, has_config: bool) -> list[str]:
+    """Return advice on names that a wrapper has changed; beside a config a common prefix is the model's."""
+    names = [*source.weights(), *source.aliases]
+    advice = []
+    for part, wrapper, option in _WRAPPERS:
+        if any(part in name for name in names):
+            advice.append(f"names contain {part!r} of {wrapper}; {option} removes it")
+    for prefix in () if has_config or advice else _PREFIXES:
+        if names and all(name.startswith(prefix) for name in names):
+            advice.append(f"all names begin with {prefix!r}; --strip-prefix {prefix} removes it")
+    return advice
+
+
+def _replacement(pattern: str) -> Callable[[str], str]:
+    regex, separator, to = pattern.partition("=")
+    if not separator or not regex:
+        raise CheckpointError(f"--rename {pattern!r} is not FROM=TO")
+    try:
+        compiled = re.compile(regex)
+        compiled.sub(to, "")
+        re.compile(f"{regex}|").sub(to, "")  # raises for a group in TO that FROM lacks, even if no name matches FROM
+    except (re.error, IndexError) as error:
+        raise CheckpointError(f"--rename {pattern!r} is no regular expression with its replacement: {error}") from None
+    return lambda name: compiled.sub(to, name)
+
+
+def _with_names(source: Source, change: Callable[[str], str], text: str) -> Source:
+    names = list(dict.fromkeys((*(tensor.name for tensor in source.tensors), *source.aliases)))
+    table = {name: change(name) for name in names}
+    if all(name == other for name, other in table.items()):
+        some = shortened(sorted(names), _MAX_NAMES_SHOWN)
+        raise CheckpointError(f"no name of a tensor in {source.root} has {text!r}; names there: {some}")
+    by_new: dict[str, str] = {}
+    for name, new in table.items():
+        if not new:
+            raise CheckpointError(f"{text!r} leaves nothing of the name {name!r}")
+        other = by_new.setdefault(new, name)
+        if other != name:
+            raise CheckpointError(f"{text!r} gives {other!r} and {name!r} the same name {new!r}")
+    optimizer = source.optimizer
+    return replace(
+        source,
+        tensors=tuple(replace(tensor, name=table[tensor.name]) for tensor in source.tensors),
+        aliases={table[alias]: table.get(name, name) for alias, name in source.aliases.items()},
+        frozen=frozenset(table.get(name, change(name)) for name in source.frozen),
+        left_out=frozenset(map(change, source.left_out)),
+        optimizer=None if optimizer is None else _renamed_optimizer(optimizer, change),
+    )
+
+
+def _renamed_optimizer(optimizer: Optimizer, change: Callable[[str], str]) -> Optimizer:
+    return replace(
+        optimizer,
+        groups=tuple(replace(group, names=tuple(map(change, group.names))) for group in optimizer.groups),
+        scalars={key: {change(n): v for n, v in values.items()} for key, values in optimizer.scalars.items()},
+    )

@@ -12,10 +12,14 @@ import xxhash
 from ort_zero.checkpoint.files import json_text
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.format import manifest, values
-from ort_zero.checkpoint.reads.shard_checks import EXTRA_KEYS, MAX_EXTRA_BYTES, is_count
 from ort_zero.checkpoint.records import Source
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.errors import CorruptCheckpointError
+
+EXTRA_KEYS = ("tensor_shapes", "counters", "client_state", "lr_scheduler", "loss_scaler", "extra_state")
+"""Keys of a rank's JSON file that loading needs."""
+MAX_STEPS = 1 << 53
+"""Bound of a number of steps or samples, exclusive: beyond it a float is no exact count."""
 
 
 @dataclass(kw_only=True)
@@ -25,7 +29,6 @@ class TrainingState:
     counters: dict[str, int]
     """Numbers of steps and samples by the names of the engine's attributes."""
     client_state: dict[str, Any]
-    """Values that the user passed to the save."""
     lr_scheduler: dict[str, Any] | None = None
     lr_scheduler_class: str | None = None
     """Name of the scheduler's class, None if the checkpoint does not tell."""
@@ -51,7 +54,7 @@ def read_training_state(folder: Folder, source: Source, rank: int) -> TrainingSt
         raise CorruptCheckpointError(f"{folder.path(manifest.NAME)} lists no extra file of rank {rank}")
     path = folder.path(names["json"])
     try:
-        document = json_text.loads(_read_checked(folder, source, names["json"], MAX_EXTRA_BYTES))
+        document = json_text.loads(_read_checked(folder, source, names["json"], manifest.MAX_EXTRA_BYTES))
     except ValueError as error:
         raise CorruptCheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(document, dict):
@@ -97,9 +100,9 @@ def _named(source: Source, rank: int, end: str) -> str | None:
 
 def _read_checked(folder: Folder, source: Source, name: str, limit: int | None = None) -> bytes:
     """Return the bytes of a file; with a `limit` in bytes the file must be JSON."""
-    size, stated = folder.size(name), source.files[name].size
-    if size is not None and size != stated:
-        raise CorruptCheckpointError(f"{folder.path(name)} is damaged: it has {size} bytes, the manifest says {stated}")
+    wrong = folder.wrong_size(name, source.files[name].size)
+    if wrong:
+        raise CorruptCheckpointError(wrong)
     data = folder.read(name) if limit is None else json_text.read_object(folder, name, limit)
     if xxhash.xxh3_128(data).hexdigest() != source.files[name].xxh3_128:
         raise CorruptCheckpointError(f"{folder.path(name)} is damaged: it does not match its checksum in the manifest")
@@ -113,7 +116,7 @@ def check_counters(counters: Any, state: EngineState, root: str) -> None:
     """Raise CorruptCheckpointError unless `counters` are whole numbers by the names of the engine's counters."""
     names = state.counters().keys()
     right = isinstance(counters, dict) and counters.keys() <= names
-    if not right or not all(is_count(value) for value in counters.values()):
+    if not right or not all(type(n) is int and 0 <= n < MAX_STEPS for n in counters.values()):
         raise CorruptCheckpointError(f"{root}: the counters cannot be {str(counters)[:200]}")
 
 
@@ -167,7 +170,6 @@ class Restoration:
         self._attributes(engine, {"loaded_checkpoint_dp_world_size": world_size, "loaded_checkpoint_mp_world_size": 1})
 
     def undo(self) -> None:
-        """Restore the old value of everything that was changed."""
         while self._undo:
             self._undo.pop()()
 

@@ -38,16 +38,7 @@ class PersistentId(OpaqueObject):
 
 
 def unpickled(data: bytes) -> Any:
-    """Return the value that a pickle of protocol 2 to 5 describes, without importing or calling what it names.
-
-    Returns:
-        Python's plain values and containers; a :class:`ClassReference` for each name, an :class:`OpaqueObject` for each
-        call, object and persistent id. A container may contain itself, and may occur in several containers.
-
-    Raises:
-        MalformedPickleError: the pickle ends early, has an unknown or misplaced opcode, or asks for too much memory.
-        HostilePickleError: the pickle calls a function that acts on the machine, or the result of another call.
-    """
+    """Return the value that a pickle of protocol 2 to 5 describes, without importing or calling what it names."""
     try:
         check_opcodes(data)
         return _Unpickler(data).load()
@@ -103,7 +94,6 @@ class _Unpickler(pickle.Unpickler):
         return self._getattr if (module, name) == ("builtins", "getattr") else self.reference(f"{module}.{name}")
 
     def reference(self, class_name: str, kind: type[ClassReference] = ClassReference) -> ClassReference:
-        """Return the inert class of a name."""
         key = (class_name, kind)
         if key not in self._references:
             if len(self._references) == _MAX_NAMES:
@@ -112,7 +102,6 @@ class _Unpickler(pickle.Unpickler):
         return self._references[key]
 
     def persistent_load(self, pid: Any) -> OpaqueObject:
-        """Return a record of a persistent id."""
         return PersistentId(pid)
 
 

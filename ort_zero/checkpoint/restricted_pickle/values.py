@@ -6,11 +6,37 @@ of the class and the state. No record imports, calls or allocates anything.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from ort_zero.checkpoint.files import dtypes
-from ort_zero.checkpoint.restricted_pickle.hostile_names import is_hostile
+
+_HOSTILE_MODULES = frozenset(
+    "os posix nt sys subprocess _posixsubprocess pty socket shutil ctypes importlib runpy code codeop pdb bdb timeit "
+    "webbrowser urllib http ftplib smtplib telnetlib tempfile multiprocessing threading _thread concurrent asyncio "
+    "signal site imp zipimport pip ensurepip venv commands builtins io _io functools operator pickle _pickle marshal "
+    "shelve dill cloudpickle joblib linecache types".split()
+)
+_HOSTILE = re.compile(
+    r"torch\.((hub|utils\.cpp_extension|jit|package)\b.*|load|save)"
+    r"|numpy\.((testing|f2py)\b.*|load|save|fromfile|memmap)"
+)
+_HARMLESS = re.compile(
+    r"builtins\.(object|list|dict|tuple|set|frozenset|int|float|bool|str|bytes|bytearray|complex|slice|range|getattr|type)"
+    r"|builtins\.[A-Z]\w*(Error|Exception|Warning|StopIteration|KeyboardInterrupt|SystemExit)"
+    r"|types\.SimpleNamespace|functools\.partial|operator\.(itemgetter|attrgetter)|_?io\.(BytesIO|StringIO)"
+)
+"""The functions and classes of hostile modules that only make a value."""
+
+
+def is_hostile(name: str) -> bool:
+    """Return True if a function or class acts on the machine or runs code, and no checkpoint needs to call it.
+
+    ort_zero calls nothing in either case. But a file with a hostile call does harm where ``torch.load`` unpickles it.
+    """
+    in_hostile_module = name.partition(".")[0] in _HOSTILE_MODULES
+    return _HOSTILE.fullmatch(name) is not None or in_hostile_module and _HARMLESS.fullmatch(name) is None
 
 
 class MalformedPickleError(ValueError):
@@ -37,7 +63,6 @@ class StoredTensor:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
         return dtypes.itemsize_of(self.dtype)
 
     @property
@@ -64,10 +89,8 @@ class StoredTensor:
 class StoredStorage:
     """A storage of torch: the bytes of which tensors are views."""
 
-    offset: int
-    """Bytes from the start of the file."""
-    length: int
-    """Size of the storage in bytes."""
+    offset: int  # bytes from the start of the file
+    length: int  # bytes
     dtype: str | None
     """Name of the dtype of the elements; None for a storage without a dtype."""
 
@@ -77,7 +100,6 @@ class TorchConstant:
     """A dtype, device or layout of torch."""
 
     kind: str
-    """"dtype", "device" or "layout"."""
     name: str
     """Result of ``str()`` without the module: "bfloat16", "cuda:0", "strided"."""
 
@@ -97,14 +119,9 @@ class ClassReference(type):
     """
 
     class_name: str
-    """Full name of the class or function: "collections.OrderedDict"."""
 
     def __call__(cls, /, *args: Any, **kwargs: Any) -> OpaqueObject:
-        """Return a record of a call.
-
-        Raises:
-            HostilePickleError: the function acts on the machine, and no checkpoint needs to call it.
-        """
+        """Return a record of a call."""
         if is_hostile(cls.class_name):
             raise HostilePickleError(cls.class_name)
         return super().__call__(*args, **kwargs)
@@ -114,11 +131,7 @@ class AttributeReference(ClassReference):
     """The type of the inert classes for attributes of other names: pickles have classes within classes as these."""
 
     def __call__(cls, /, *args: Any, **kwargs: Any) -> OpaqueObject:
-        """Raise an error where a pickle calls an attribute, which may be a method that deletes files or runs programs.
-
-        Raises:
-            HostilePickleError: always.
-        """
+        """Refuse the call of an attribute, which may be a method that deletes files or runs programs."""
         raise HostilePickleError(cls.class_name)
 
 
@@ -133,13 +146,10 @@ class OpaqueObject(metaclass=ClassReference):
     """Full name of the class, or of the function that unpickling would call to make the object."""
 
     args: tuple
-    """Arguments of the class or function."""
     state: Any
     """State that unpickling would set: a dict of attributes by name, unless the class defines another form."""
     items: list
-    """Items that unpickling would append to the object."""
     entries: list[tuple[Any, Any]]
-    """(key, value) pairs that unpickling would set in the object."""
 
     def __new__(cls, /, *args: Any, **_kwargs: Any) -> OpaqueObject:
         """Return a record with the arguments of the class or function; no reader needs the keywords."""
@@ -158,11 +168,7 @@ class OpaqueObject(metaclass=ClassReference):
         self.items.extend(items)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Refuse a call of the result of another call.
-
-        Raises:
-            HostilePickleError: always.
-        """
+        """Refuse a call of the result of another call."""
         raise HostilePickleError(f"the result of {self.class_name}")
 
     def __repr__(self) -> str:

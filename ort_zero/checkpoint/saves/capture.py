@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import xxhash
 
 from ort_zero import log
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.format import values
-from ort_zero.checkpoint.records import MASTER, WEIGHT, Optimizer, ParamGroup, Source, buffer_kind
-from ort_zero.checkpoint.saves.shard_writer import ShardEntry
+from ort_zero.checkpoint.records import MASTER, MAX_NAMED, MODULE, WEIGHT, Optimizer, ParamGroup, Source, buffer_kind
+from ort_zero.checkpoint.saves.checkpoint_writer import Shard, ShardEntry
 from ort_zero.compat.deepspeed_state import EngineState, Flat
+from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """The part of one rank in a checkpoint. Its tensors are the live tensors or copies."""
-
-    weights: list[ShardEntry]
-    """Masters, parameters without master, buffers."""
-    moments: list[ShardEntry]
-    """States of the optimizer with one value per element."""
-    extra: dict[str, Any]
-    """JSON values: counters, scheduler, loss scaler, the user's state."""
-    extra_tensors: list[torch.Tensor]
-    scalars: Mapping[str, Mapping[str, float]]
-    """Numbers of this rank's parameters, such as ``step``: parameter name to number, by key."""
+from ort_zero.utils.text import shortened
 
 
 def describe(state: EngineState, exclude_frozen: bool) -> tuple[Source, dict[str, tuple[int, ...]]]:
@@ -52,12 +40,8 @@ def describe(state: EngineState, exclude_frozen: bool) -> tuple[Source, dict[str
     about = Source(
         format="ort_zero",
         root="",
-        tag="",
         step=state.counters()["global_steps"],
-        world_size=0,
         zero_stage=state.stage,
-        tensors=(),
-        files={},
         aliases={alias: name for alias, name in state.aliases().items() if name in shapes},
         frozen=frozenset(name for name in frozen if name in shapes),
         optimizer=base and Optimizer(class_name=type(base).__name__, groups=groups, scalars={}),
@@ -98,7 +82,6 @@ def shard_of(
 
 
 def _entries(flat: Flat, kind: str, whole: torch.Tensor) -> list[ShardEntry]:
-    """Return the ranges of a flat tensor with the layout of `flat`."""
     return [
         ShardEntry(name=place.name, kind=kind, start=place.start, tensor=whole.narrow(0, place.offset, place.length))
         for place in flat.places
@@ -147,18 +130,14 @@ def _stored_options(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
         try:
             options[key] = _plain(value, str(key))
         except CheckpointError as error:
-            log.get_logger().warning(
-                "%r of the optimizer's parameter group %d is not in the checkpoint, and stays as configured when the "
-                "checkpoint is loaded: %s",
-                key,
-                index,
-                error,
+            text = (
+                "%r of the optimizer's parameter group %d is not in the checkpoint; a load leaves it as configured: %s"
             )
+            log.get_logger().warning(text, key, index, error)
     return options
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Return the hyper-parameter `key` as a JSON value."""
     if torch.is_tensor(value):
         return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, (list, tuple)):
@@ -200,3 +179,79 @@ def _adapter_config(module: torch.nn.Module) -> dict[str, str]:
         return {"adapter_config.json": json.dumps({**table, "inference_mode": True}, indent=2, sort_keys=True) + "\n"}
     except TypeError:  # JSON cannot store it: the user has to keep it beside the checkpoint
         return {}
+
+
+Digests = Mapping[str, tuple[str, str]]
+"""Dtype and shape, and the checksum of the values, of tensors by name."""
+_STEP = 1 << 17
+"""Number of elements that are cast at a time: they stay in the processor's cache."""
+
+
+MasterDigests = Sequence[tuple[str, int, int, str]]
+"""Name, first element, number of elements and checksum of masters, cast to the dtype of the module's weights."""
+
+
+def master_digests(weights: Mapping[str, torch.Tensor], entries: Iterable[ShardEntry]) -> MasterDigests:
+    """Return the digests of the masters among `entries`, cast to the dtypes of the module's `weights`."""
+    return [
+        (entry.name, entry.start, entry.tensor.numel(), _cast_digest(entry.tensor, weights[entry.name].dtype))
+        for entry in entries
+        if entry.kind == MASTER and entry.name in weights
+    ]
+
+
+def weights_unlike_masters(
+    weights: Mapping[str, torch.Tensor], masters: MasterDigests, ranks: RankGroup
+) -> list[ShardEntry]:
+    """Return on rank 0 its weights of the module that are not the masters, cast, with a warning. All ranks must call.
+
+    As in DeepSpeed, the module of rank 0 is the one that is saved.
+    """
+    everyone = ranks.gather(masters) if weights else []
+    differing: set[str] = set()
+    with ranks.raise_on_all("comparing the module's weights"):
+        for name, start, length, digest in itertools.chain(*everyone) if ranks.rank == 0 else ():
+            live = weights[name].narrow(0, start, length)
+            if name not in differing and _cast_digest(live, live.dtype) != digest:
+                differing.add(name)
+    if differing:
+        log.get_logger().warning(
+            "the module's weights of %s are not the masters, cast: the checkpoint stores both",
+            shortened([name for name in weights if name in differing], MAX_NAMED),
+        )
+    return [ShardEntry(name=n, kind=MODULE, start=0, tensor=w) for n, w in weights.items() if n in differing]
+
+
+def _cast_digest(values: torch.Tensor, dtype: torch.dtype) -> str:
+    """Return the checksum of flat values in another dtype; any NaN counts as the same.
+
+    DeepSpeed's vector code writes other NaN than its scalar code.
+    """
+    digest = xxhash.xxh3_64()
+    for part in values.detach().split(_STEP):
+        cast = part.to(dtype).cpu()
+        missing = cast.isnan()
+        cast = cast.masked_fill(missing, torch.nan) if missing.any() else cast
+        digest.update(cast.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, str]]:
+    found = {}
+    for name, tensor in tensors:
+        raw = tensor.detach().contiguous().view(-1).cpu().view(torch.uint8).numpy().data
+        found[name] = (f"{tensor.dtype} {list(tensor.shape)}", xxhash.xxh3_64_hexdigest(raw))
+    return found
+
+
+def buffers_unlike_first(everyone: list[Digests], rank: int) -> set[str]:
+    """Return the names of the buffers of `rank` that differ from rank 0's; rank 0 warns of all ranks' buffers."""
+    first, mine = everyone[0], everyone[rank]
+    differing = [name for name in first if any(other.get(name, first[name]) != first[name] for other in everyone)]
+    if rank == 0 and differing:
+        log.get_logger().warning(
+            "the buffers %s differ between the ranks: each comes back to its rank on as many ranks; on another number "
+            "all get rank 0's",
+            shortened(differing, MAX_NAMED),
+        )
+    return {name for name in first.keys() & mine if mine[name] != first[name] and mine[name][0] == first[name][0]}
