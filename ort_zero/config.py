@@ -116,7 +116,8 @@ class MemoryConfig(_Strict):
     recompute: str | list[str] = "off"
     """off, all or auto; ORTModule also takes a plan ("FastGelu+:1:12,..." or a list of such items), or its path."""
     budget: str | int | None = None
-    """For "auto": "6GiB", or "65%" of what forwards keep for backwards without recomputation."""
+    """For "auto": "6GiB", or "65%" of what forwards keep for backwards without recomputation. None: four fifths of the
+    memory that is free after the first step; "compile" alone."""
 
 
 class Config(_Strict):
@@ -180,11 +181,13 @@ class Config(_Strict):
                 f"{SECTION}.memory.recompute: a plan belongs to onnxruntime-training, and the backend is "
                 '"compile"; use "auto" with a "budget", or "all", or set "backend": "ortmodule"'
             )
-        if (memory.recompute == "auto") != (memory.budget is not None):
+        if memory.budget is not None and memory.recompute != "auto":
             raise ConfigError(
-                f'{SECTION}.memory: "recompute": "auto" and a "budget" such as "60%" or "2GiB" belong together, and '
-                f'"recompute" is {memory.recompute!r}, "budget" {memory.budget!r}'
+                f'{SECTION}.memory.budget: {memory.budget!r} belongs to "recompute": "auto", and "recompute" is '
+                f"{memory.recompute!r}"
             )
+        if engine == "ortmodule" and memory.recompute == "auto" and memory.budget is None:
+            raise ConfigError(f'{SECTION}.memory: "recompute": "auto" needs a "budget" such as "60%" in "ortmodule"')
         return engine
 
 

@@ -3,7 +3,8 @@
 Torch's partitioner chooses which values of a graph are kept and which are computed again (a knapsack over bytes and
 floating-point operations). A budget is a share of what all graphs keep without recomputation, and each graph gets the
 largest fraction of the partitioner's own budget that keeps this share of it. So the budget holds from the first forward
-on. Of bytes the share is known after the first step, in which all is computed again.
+on. Of bytes the share is known after the first step, in which all is computed again. Without a budget the bytes are
+most of the memory that is free after that step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from ort_zero import env, log
@@ -21,10 +23,13 @@ from ort_zero.compat.torch_graphs import copied
 from ort_zero.compile.flops import flops_of
 from ort_zero.compile.partition import computed_again, kept_by, partition
 from ort_zero.errors import ConfigError
+from ort_zero.utils.host_memory import free_memory
 from ort_zero.utils.sizes import binary_size, parse_share_or_size
 
 _LEAST = 0.001
 """The smallest fraction: with 0, torch's partitioner also draws random numbers a second time, and they differ."""
+_OF_FREE_MEMORY = 0.8
+"""Part of the free memory that values for backwards may take; optimizer states, buckets and caches still grow."""
 _FRACTIONS = (*(number / 20 for number in range(19, 0, -1)), _LEAST)
 
 
@@ -84,7 +89,7 @@ class MemoryBudget:
     Args:
         recompute: ``off`` keeps all, ``auto`` keeps what the budget allows, ``all`` keeps the units' inputs alone.
         budget: the most bytes for ``auto``, such as ``"6GiB"``, or a part of what is kept without recomputation:
-            ``"55%"``.
+            ``"55%"``. None: most of the memory that is free after the first step.
 
     Raises:
         ConfigError: the budget is neither a percentage nor a size.
@@ -93,7 +98,7 @@ class MemoryBudget:
     def __init__(self, recompute: str | list[str] = "off", budget: str | int | None = None):
         self.recompute, self.budget = recompute, budget
         self._limit = None if budget is None else _parsed(budget)
-        """A share of what is kept without recomputation, as a float, or bytes, as an int."""
+        """A share of what is kept without recomputation, as a float, or bytes, as an int; None is not known yet."""
         self.fraction = 1.0 if recompute == "off" else _LEAST
         """Fraction of the partitioner's budget with which graphs are divided; with a budget, the smallest of them."""
         self.graphs: list[Kept] = []
@@ -143,15 +148,21 @@ class MemoryBudget:
     def choose(self) -> bool:
         """Note what the first step keeps; return True if the units must be compiled again for a budget in bytes."""
         self.before = sum(kept.forwards * kept.size for kept in self.graphs)
+        free = _free_memory(self.graphs)
+        if self._limit is None:
+            self._limit = int(_OF_FREE_MEMORY * free)
         share = self._share()
-        assert share is not None, "the section asks for a budget"
+        assert share is not None, "a limit has a share once it is known what the first step keeps"
         self._part = _fit_together(self.graphs, share)
         self.fraction, self.after = _together(self.graphs)
+        kept_of_all = f"{binary_size(self.after)} of {binary_size(self.before)}"
         if self.after > share * self.before:
+            limit = f"{binary_size(free)} of free memory" if self.budget is None else f"memory.budget {self.budget}"
             log.get_logger().warning(
-                "memory.budget %s is below what the units keep if they compute all again: %s of %s",
-                self.budget, binary_size(self.after), binary_size(self.before),
-            )  # fmt: skip
+                "%s is below what the units keep if they compute all again: %s", limit, kept_of_all
+            )
+        elif self.budget is None:
+            log.get_logger().info("%s are free: forwards keep %s for backwards", binary_size(free), kept_of_all)
         is_new = isinstance(self._limit, int) or self._part < 1
         must_compile_again = is_new and any(kept.fraction > _LEAST for kept in self.graphs)
         for kept in self.graphs:
@@ -229,6 +240,16 @@ def _fit_together(graphs: Sequence[Kept], share: float) -> float:
         if _together(graphs)[1] <= most:
             break
     return part
+
+
+def _free_memory(graphs: Iterable[Kept]) -> int:
+    """Return the bytes that this rank can still take of the device on which the graphs keep values."""
+    values = (node.meta.get("val") for kept in graphs for node in kept.values)
+    device = next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
+    if device.type != "cuda":
+        return free_memory() // env.local_world_size()
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def _share_of(limit: float | int, before: int) -> float:

@@ -52,7 +52,7 @@ def _engine_init(original):
         if engine == "torch":
             with zero3_patches.with_section():
                 original(self, *args, **kwargs)
-            measures.connect(self, section.cpu_memory, section.memory.budget is not None)
+            measures.connect(self, section.cpu_memory, section.memory.recompute == "auto")
             _note(self)
             summary.announce(section, self.module, None)
             metrics.write_metrics_of(self, section.metrics, None)
@@ -61,7 +61,7 @@ def _engine_init(original):
         runtime: Any = loading.load(engine).run(model, measured, ds_config)
         with zero3_patches.with_section():
             original(*bound.args, **bound.kwargs)
-        measures.connect(self, section.cpu_memory, section.memory.budget is not None)
+        measures.connect(self, section.cpu_memory, section.memory.recompute == "auto")
         from ort_zero.units import installation  # needs ONNX Runtime
 
         installation.connect(runtime, self)

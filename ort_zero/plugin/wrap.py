@@ -45,7 +45,7 @@ def wrap(model: Any, **section: Any) -> Any:
         model.module = wrap(model.module, **section)
         return model
     engine = options.engine()
-    if options.cpu_memory and options.memory.budget is None:
+    if options.cpu_memory and options.memory.recompute != "auto":
         measures.keep_freed_memory()  # for the next step
     if engine != "torch":
         running = loading.load(engine).run(model, profiled_script.without_fallback(options), {})

@@ -88,7 +88,7 @@ def trained(name: str, monkeypatch: pytest.MonkeyPatch, **section: Any) -> tuple
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    compiled = ort_zero.wrap(model, backend="compile", compile={"place": "ort"}, log_level="WARNING", **section)
+    compiled = ort_zero.wrap(model, backend="compile", compile={"place": "ort"}, **{"log_level": "WARNING", **section})
     losses, kept = [], 0
     meter = KeptByUnits(monkeypatch)
     for _ in range(5):
@@ -121,6 +121,18 @@ def test_all_keeps_less_and_bytes_are_a_budget_too(monkeypatch):
     in_bytes, kept, memory = trained("gpt2", monkeypatch, memory={"recompute": "auto", "budget": budget})
     assert least < kept <= budget and memory["kept"] <= budget
     assert least_losses == pytest.approx(losses, rel=1e-5) and in_bytes == pytest.approx(losses, rel=1e-5)
+
+
+def test_without_a_budget_forwards_keep_what_the_free_memory_takes(monkeypatch, capsys):
+    log.get_logger().setLevel(logging.INFO)
+    losses, all_kept, _ = trained("gpt2", monkeypatch)
+    plenty, kept, memory = trained("gpt2", monkeypatch, memory={"recompute": "auto"}, log_level="INFO")
+    assert kept == pytest.approx(all_kept, rel=0.01) and memory["kept"] == memory["kept_without"]
+    assert "are free: forwards keep" in capsys.readouterr().err
+    monkeypatch.setattr("ort_zero.compile.memory.free_memory", lambda: all_kept // 2)
+    little, kept, memory = trained("gpt2", monkeypatch, memory={"recompute": "auto"})
+    assert kept <= 0.8 * (all_kept // 2) and memory["kept"] == pytest.approx(kept, rel=0.01)
+    assert plenty == pytest.approx(losses, rel=1e-5) and little == pytest.approx(losses, rel=1e-5)
 
 
 class Dropouts(nn.Module):
@@ -179,7 +191,7 @@ def test_random_numbers_are_not_drawn_again(monkeypatch):
 @pytest.mark.parametrize(
     ("memory", "words"),
     [
-        ({"recompute": "auto"}, "belong together"),
+        ({"budget": "60%"}, 'belongs to "recompute": "auto"'),
         ({"recompute": "auto", "budget": "101%"}, r"ort_zero\.memory\.budget"),
         ({"recompute": "auto", "budget": "much"}, r"ort_zero\.memory\.budget"),
         ({"recompute": "FastGelu+:1:12"}, "a plan belongs to onnxruntime-training"),
