@@ -6,14 +6,13 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ort_zero.checkpoint.files.dtypes import CHOICES
-from ort_zero.cli import add_source_options, options_of, print_report
+from ort_zero.cli import add_source_options
 from ort_zero.cli.ranks import on_launched_ranks
 from ort_zero.utils.sizes import decimal_size, size_in
 from ort_zero.utils.tables import aligned
 
 if TYPE_CHECKING:
     from ort_zero.checkpoint.aggregation.aggregation import AggregateReport
-    from ort_zero.distributed.raise_on_all_ranks import RankGroup
 
 _EPILOG = """\
 Exit status: 0 = written; 1 = the source is damaged; 2 = any other error. Started by torchrun, deepspeed or mpirun, the
@@ -73,10 +72,7 @@ def run(args: argparse.Namespace) -> int:
     """Aggregate the checkpoint, print the report on rank 0, and return the exit status."""
     from ort_zero.checkpoint.aggregation.aggregation import aggregate
 
-    def work(ranks: RankGroup) -> AggregateReport:
-        return aggregate(ranks=ranks, **options_of(args, aggregate))
-
-    return on_launched_ranks("aggregate", args, work, lambda report: print_report(args, report, text_of))
+    return on_launched_ranks(args, aggregate, text_of)
 
 
 def text_of(report: AggregateReport) -> str:

@@ -6,13 +6,12 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ort_zero.checkpoint.files.dtypes import CHOICES
-from ort_zero.cli import add_source_options, options_of, print_report
+from ort_zero.cli import add_source_options
 from ort_zero.cli.ranks import on_launched_ranks
 from ort_zero.utils.sizes import decimal_size, size_in
 
 if TYPE_CHECKING:
     from ort_zero.checkpoint.conversions.converting import ConvertReport
-    from ort_zero.distributed.raise_on_all_ranks import RankGroup
 
 _EPILOG = """\
 Exit status: 0 = written; 1 = the source is damaged; 2 = any other error. Started by torchrun, deepspeed or mpirun, the
@@ -51,10 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Convert the checkpoint, print the report on rank 0, and return the exit status."""
     from ort_zero.checkpoint.conversions.converting import convert
 
-    def work(ranks: RankGroup) -> ConvertReport:
-        return convert(ranks=ranks, **options_of(args, convert))
-
-    return on_launched_ranks("convert", args, work, lambda report: print_report(args, report, text_of))
+    return on_launched_ranks(args, convert, text_of)
 
 
 def text_of(report: ConvertReport) -> str:

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     """Add the command and return its parser."""
     text = "show versions, compiler, extensions and providers, and the first thing to fix"
     parser = subparsers.add_parser("doctor", help=text, description=text)
-    text = "compare versions, files and clocks of the ranks that torchrun, deepspeed or mpirun has started"
+    text = "compare versions and files of the ranks that torchrun, deepspeed or mpirun has started"
     parser.add_argument("--ranks", action="store_true", help=text)
     text = "print what a bug report needs, with paths and secrets masked: versions, machine, the section of DS.json"
     parser.add_argument("--report", nargs="?", const="", metavar="DS.json", help=text)
@@ -55,7 +54,7 @@ def _compare_ranks(args: argparse.Namespace) -> int:
     from ort_zero.distributed import gloo_exit, launched_ranks
 
     gloo_exit.settle_at_exit()
-    ranks = launched_ranks.from_launcher(args.storage or os.getcwd())
+    ranks = launched_ranks.from_launcher()
     try:
         report = compare_ranks(ranks, args.storage, args.file)
     finally:
@@ -66,7 +65,7 @@ def _compare_ranks(args: argparse.Namespace) -> int:
 
 
 def _text_of_ranks(report: RanksReport) -> str:
-    lines = [f"{report.ranks} ranks on {', '.join(report.hosts)}; clocks within {report.clock_seconds:.1f} s"]
+    lines = [f"{report.ranks} ranks on {', '.join(report.hosts)}"]
     lines += [f"same: {name} {value}" for name, value in report.facts.items()]
     return "\n".join(lines + ([f"problem: {text}" for text in report.problems] or ["ready: all ranks see the same"]))
 

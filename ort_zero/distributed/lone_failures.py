@@ -20,17 +20,16 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ort_zero.compat.torch_distributed import default_store, is_collective_error
-from ort_zero.distributed.missing_ranks import in_a_line, key_of, say
+from ort_zero.distributed.missing_ranks import STORE_SECONDS, in_a_line, key_of, say
 
 SECONDS = 30.0
 """Time in seconds within which all other ranks must fail as well."""
-_STORE_SECONDS = 10.0
-"""Maximum time in seconds to wait for an answer of the store when the process ends."""
-_EXIT_STATUS = 1
 _failures = 0
 """Number of runs that have failed on this rank."""
-_watches: queue.SimpleQueue[tuple[Any, ...] | None] | None = None
-"""The arguments of :func:`_watch` for the watching thread, which None ends; None before the thread starts."""
+_watches: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+"""The arguments of :func:`_watch` for the watching thread, which None ends."""
+_threads: list[threading.Thread] = []
+"""The watching thread, once it is started."""
 _ends = threading.Event()
 """Set when the interpreter of this process ends."""
 
@@ -42,25 +41,23 @@ def prepare() -> None:
     """
     import torch.distributed as dist
 
-    global _watches
-    if _watches is not None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if _threads or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    _watches = queue.SimpleQueue()
-    thread = threading.Thread(target=_work, args=(_watches,), name="ort_zero lone failures", daemon=True)
-    thread.start()
-    atexit.register(_stop, thread, _watches)
+    _threads.append(threading.Thread(target=_work, name="ort_zero lone failures", daemon=True))
+    _threads[0].start()
+    atexit.register(_stop)
 
 
-def _work(watches: queue.SimpleQueue[tuple[Any, ...] | None]) -> None:
-    while (failure := watches.get()) is not None and not _ends.is_set():  # a failure after the end has no effect
+def _work() -> None:
+    while (failure := _watches.get()) is not None and not _ends.is_set():  # a failure after the end has no effect
         _watch(*failure)
 
 
-def _stop(thread: threading.Thread, watches: queue.SimpleQueue[tuple[Any, ...] | None]) -> None:
+def _stop() -> None:
     """End the thread: a thread that calls the store while the interpreter ends aborts the process (status -6)."""
     _ends.set()
-    watches.put(None)
-    thread.join(_STORE_SECONDS)
+    _watches.put(None)
+    _threads[0].join(STORE_SECONDS)
 
 
 @contextmanager
@@ -84,7 +81,7 @@ def report(error: BaseException) -> None:
     import torch.distributed as dist
 
     global _failures
-    if _watches is None or is_collective_error(error):
+    if not _threads or is_collective_error(error):
         return
     _failures += 1
     # what the script may destroy next is read now
@@ -97,29 +94,19 @@ def _watch(store: Any, rank: int, size: int, number: int, reason: str) -> None:
     with suppress(Exception):  # an unreachable store means that its host, and so the job, has ended
         store.set(key_of(rank, "error"), reason)
         store.set(key_of(rank, "failures"), str(number))
-        while not all(_failures_of(store, other) >= number for other in range(size)):
+        failures = [key_of(other, "failures") for other in range(size)]
+        while not all(store.check([key]) and int(store.get(key)) >= number for key in failures):
             if time.monotonic() > deadline or _ends.wait(0.2):
                 break
         else:
             store.delete_key(key_of(rank, "error"))
             return
     if not _ends.wait(max(0.0, deadline - time.monotonic())):
-        _end(
+        say(
             f"this rank has failed, and others have not: {reason}; they wait for it in a collective, so that this "
             "process ends"
         )
-
-
-def _failures_of(store: Any, rank: int) -> int:
-    """Return the number of runs that have failed on `rank`."""
-    key = key_of(rank, "failures")
-    return int(store.get(key)) if store.check([key]) else 0
-
-
-def _end(text: str) -> None:
-    """Print a line and end the process without its exit handlers, which may wait for the other ranks."""
-    say(text)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-    os._exit(_EXIT_STATUS)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(1)  # without exit handlers, which may wait for the other ranks

@@ -1,8 +1,8 @@
 """Name the ranks that are gone when a collective fails and the process ends with that error.
 
 "Connection closed by peer" and "Timed out" do not name the missing rank. Each rank notes its host and process in the
-store of the default process group. A rank that ends with an error of a collective first checks the processes of its
-own host. Then it reads the reports of ranks on other hosts from the store. It prints one more line under the traceback.
+store of the default process group. A rank that ends with an error of a collective looks at the processes of its own
+host, and at what other ranks have written to the store. It prints one more line under the traceback.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from ort_zero import env
 from ort_zero.compat.torch_distributed import default_store, is_collective_error, record_for_torchrun
 from ort_zero.errors import ConfigError
 from ort_zero.utils.masking import masked
-from ort_zero.utils.text import shortened
 
 T = TypeVar("T")
 
@@ -30,12 +29,10 @@ STORE_SECONDS = 10.0
 """Time in seconds to wait for an answer of the store."""
 _ENDING_SECONDS = 2.0
 """Time in seconds that a process may take to end after its connections are closed."""
+_PRINTING_SECONDS = 2.0
+"""Time in seconds that rank 0 may take to print an error: a launcher kills it once another rank has ended."""
 _noted: list[Any] = []
 """The store with the last note of this process, if any."""
-_remembered: dict[int, _Rank] = {}
-"""The notes of other ranks when this rank last read them, for an unreachable store."""
-_MAX_NAMED = 8
-"""Maximum number of ranks on other hosts that a message names one by one."""
 
 
 class _Rank(NamedTuple):
@@ -47,10 +44,6 @@ class _Rank(NamedTuple):
 
     def __str__(self) -> str:
         return f"rank {self.number} ({self.host}, process {self.process})"
-
-
-_PRINTING_SECONDS = 2.0
-"""Time in seconds that rank 0 may take to print an error: a launcher kills it once another rank has ended."""
 
 
 def note_this_rank() -> None:
@@ -71,15 +64,6 @@ def note_this_rank() -> None:
     for what in ("error", "failed", "failures"):  # the store may outlive a restart of the ranks
         store.delete_key(key_of(rank, what))
     store.set(key_of(rank, "at"), f"{socket.gethostname()} {os.getpid()}")
-
-
-def remember_ranks() -> None:
-    """Read the notes of the other ranks in advance, since the host of the store may fail later.
-
-    Does nothing before :func:`note_this_rank`.
-    """
-    if _noted:
-        _remembered.update(_read(_noted[0]))
 
 
 def key_of(rank: int, what: str) -> str:
@@ -164,76 +148,59 @@ def missing_ranks() -> str:
     Takes up to :data:`SECONDS` if no rank of this host is gone, and :data:`STORE_SECONDS` more without the store.
     """
     sentence = _within(SECONDS + STORE_SECONDS, _look)
-    if sentence is not None:
-        return sentence
     where = f"{os.environ.get('MASTER_ADDR', 'the first host')}:{os.environ.get('MASTER_PORT', '')}"
-    text = f"a collective failed, and {where}, where the ranks meet, does not answer: that host or the network is down"
-    far = [str(other) for _, other in sorted(_remembered.items()) if other.host != socket.gethostname()]
-    return f"{text}; on other hosts than this one: {shortened(far, _MAX_NAMED)}" if far else text
-
-
-def _read(store: Any) -> dict[int, _Rank]:
-    """Return the notes of the other ranks by rank."""
-    import torch.distributed as dist
-
-    numbers = [number for number in range(dist.get_world_size()) if number != dist.get_rank()]
-    if not store.check([key_of(number, "at") for number in numbers]):  # usually one request is enough
-        numbers = [number for number in numbers if store.check([key_of(number, "at")])]
-    notes = store.multi_get([key_of(number, "at") for number in numbers])
-    places = [note.decode().rpartition(" ") for note in notes]
-    return {number: _Rank(number, host, int(pid)) for number, (host, _, pid) in zip(numbers, places, strict=True)}
+    down = f"a collective failed, and {where}, where the ranks meet, does not answer: that host or the network is down"
+    return down if sentence is None else sentence
 
 
 def _look() -> str:
+    """Return the sentence of :func:`missing_ranks`, and store what this rank sees for the others."""
     import torch.distributed as dist
 
-    store, me = default_store(), dist.get_rank()
+    store = default_store()
     others = _read(store)
-    statements = _statements_on(others, store)
-    deadline = time.monotonic() + min(SECONDS, _ENDING_SECONDS)
-    while not statements and time.monotonic() < deadline:
-        time.sleep(0.1)
+    silent = [other for other in others if other.host != socket.gethostname()]
+    mine = key_of(dist.get_rank(), "failed")
+    store.set(mine, "")
+    begin, heard = time.monotonic(), dict[_Rank, str]()
+    while (waited := time.monotonic() - begin) < SECONDS and (silent or waited < _ENDING_SECONDS):
         statements = _statements_on(others, store)
-    store.set(key_of(me, "failed"), "; ".join(statements))
-    if statements:
-        return f"a collective failed: {'; '.join(statements)}"
-    return _hear(store, [other for other in others.values() if other.host != socket.gethostname()])
-
-
-def _statements_on(others: dict[int, _Rank], store: Any) -> list[str]:
-    """Return statements on the ranks that have failed, are gone or are stopped."""
-    failed = {number: key for number in others if store.check([key := key_of(number, "error")])}
-    statements = [f"{others[number]} failed: {store.get(key).decode()}" for number, key in failed.items()]
-    for what in ("gone", "stopped"):
-        ranks = [other for other in others.values() if other.number not in failed and _state_here(other) == what]
-        statements += [f"{_names(ranks)} {what}"] if ranks else []
-    return statements
-
-
-def _names(ranks: list[_Rank]) -> str:
-    return f"{', '.join(map(str, ranks))} {'is' if len(ranks) == 1 else 'are'}"
-
-
-def _hear(store: Any, far: list[_Rank]) -> str:
-    """Wait for the reports of ranks on other hosts, and return the sentence that follows from them."""
-    deadline = time.monotonic() + SECONDS
-    silent = list(far)
-    reports: list[str] = []
-    while silent and not reports and time.monotonic() < deadline:
-        for other in list(silent):
-            key = key_of(other.number, "failed")
-            if store.check([key]):
-                silent.remove(other)
-                text = store.get(key).decode()
-                reports += [f"{other} says: {text}"] if text else []
+        if statements:
+            store.set(mine, "; ".join(statements))
+            return f"a collective failed: {'; '.join(statements)}"
+        keys = {other: key for other in silent if store.check([key := key_of(other.number, "failed")])}
+        heard = {other: store.get(key).decode() for other, key in keys.items()}
+        reports = [f"{other} says: {text}" for other, text in heard.items() if text]
+        if reports:
+            return f"a collective failed: {'; '.join(reports)}"
         time.sleep(0.1)
-    if reports:
-        return f"a collective failed: {'; '.join(reports)}"
+    silent = [other for other in silent if other not in heard]
     if silent:
-        names = ", ".join(map(str, silent))
         why = "its host or the network to it is down, or it waits elsewhere"
-        return f"a collective failed, and nothing was heard of {names}: {why}"
+        return f"a collective failed, and nothing was heard of {', '.join(map(str, silent))}: {why}"
     return "a collective failed, and no rank is known to be gone: see the errors of the other ranks"
+
+
+def _read(store: Any) -> list[_Rank]:
+    """Return the notes of the other ranks."""
+    import torch.distributed as dist
+
+    numbers = [number for number in range(dist.get_world_size()) if number != dist.get_rank()]
+    numbers = [number for number in numbers if store.check([key_of(number, "at")])]
+    notes = store.multi_get([key_of(number, "at") for number in numbers])
+    places = [note.decode().rpartition(" ") for note in notes]
+    return [_Rank(number, host, int(pid)) for number, (host, _, pid) in zip(numbers, places, strict=True)]
+
+
+def _statements_on(others: list[_Rank], store: Any) -> list[str]:
+    """Return statements on the ranks that have failed, are gone or are stopped."""
+    failed = {other: key for other in others if store.check([key := key_of(other.number, "error")])}
+    statements = [f"{other} failed: {store.get(key).decode()}" for other, key in failed.items()]
+    for what in ("gone", "stopped"):
+        names = [str(other) for other in others if other not in failed and _state_here(other) == what]
+        if names:
+            statements.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {what}")
+    return statements
 
 
 def _state_here(other: _Rank) -> str | None:

@@ -106,26 +106,23 @@ class RankGroup:
 
 
 class TorchProcessGroup(RankGroup):
-    """The ranks of a process group of torch.
+    """The ranks of torch's default process group.
 
     Args:
-        group: a group whose backend can move Python objects; None for the default group.
-        owns_default: True if the default group was made for this object, so that :meth:`close` destroys it.
+        owns_default: True if the group was made for this object, so that :meth:`close` destroys it.
     """
 
-    def __init__(self, group: Any = None, owns_default: bool = False):
+    def __init__(self, owns_default: bool = False):
         import torch.distributed as dist
 
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._owns_default = owns_default
 
     def _exchange(self, value: Any) -> list[Any]:
         import torch.distributed as dist
 
         everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, value, group=self.group)
+        dist.all_gather_object(everyone, value)
         return everyone
 
     def close(self) -> None:

@@ -341,7 +341,7 @@ def _rank(work: Any, number: int, rank: int, size: int, port: int, output: Path,
         torch.set_num_threads(1)
         own = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({key: str(value) for key, value in own.items()})
-        ranks = from_launcher(str(output.parent))
+        ranks = from_launcher()
         operations = Operations(work.there, last, all_)
         work.act(number, ranks)
         Path(f"{output}_{rank}.count").write_text(str(operations.count))

@@ -36,7 +36,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def together(folder: str) -> dict[str, dict[str, Any]]:
     """Aggregate in each way as one of the ranks that run; return what came of it."""
-    put, ranks = streaming.Streamer._put, from_launcher(folder)
+    put, ranks = streaming.Streamer._put, from_launcher()
 
     def full(self: Any, *args: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -131,7 +131,7 @@ def test_deepspeed_launcher_passes_a_rank_that_is_ignored(src, tmp_path):
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_ranks_of_mpirun_meet_beside_the_destination(src, tmp_path, damaged):
+def test_ranks_of_mpirun_share_the_work(src, tmp_path, damaged):
     if damaged:
         path = src / "rank_00000_master.safetensors"
         data = bytearray(path.read_bytes())
@@ -139,7 +139,7 @@ def test_ranks_of_mpirun_meet_beside_the_destination(src, tmp_path, damaged):
         path.write_bytes(data)
     command = [sys.executable, "-m", "ort_zero", "aggregate", str(src), str(tmp_path / "new" / "out"),
                "--max-shard-size", "200"]  # fmt: skip
-    job = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_ess_base_jobid": "4711"}
+    job = {"OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(command, cwd=ROOT, env=environment(OMPI_COMM_WORLD_RANK=str(rank), **job), text=True,
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)

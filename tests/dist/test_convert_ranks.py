@@ -25,7 +25,7 @@ def together(root: str) -> list[dict[str, Any]]:
     """Convert into each format, then what must fail: a source that is not there, a full disk of rank 1."""
     from ort_zero.checkpoint.files import storage
 
-    ranks = from_launcher(root)
+    ranks = from_launcher()
     results = []
 
     def attempt(source: str, destination: str, **options: Any) -> None:

@@ -78,7 +78,7 @@ def test_verify_finds_a_changed_object(saved):
 
 def convert_together(scratch: str) -> list[str]:
     """Convert from the bucket into it, into a folder and back, and what must fail, all on two ranks."""
-    ranks = from_launcher(scratch)
+    ranks = from_launcher()
     said = []
     for src, dst, options in (
         ("s3://models/run/s3", "s3://models/ours", {"world_size": 3}),

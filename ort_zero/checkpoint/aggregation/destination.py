@@ -14,7 +14,6 @@ from ort_zero.checkpoint.files.allowed_names import is_config_name
 from ort_zero.checkpoint.files.storage import Folder, refuse_within
 from ort_zero.checkpoint.finding import format_in
 from ort_zero.checkpoint.records import MAX_NAMED
-from ort_zero.distributed.launched_ranks import RENDEZVOUS
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
@@ -33,7 +32,7 @@ _PARTIAL_NAME = re.compile(rf"\.(?P<name>.+?)\.[0-9a-f]{{8}}{re.escape(PARTIAL)}
 
 def existing_names(target: Folder, root: str, overwrite: bool) -> list[str]:
     refuse_within(target, root)
-    existing = [name for name in target.names() if not name.startswith(RENDEZVOUS)]
+    existing = target.names()
     others = [name for name in existing if not is_left_over(name)]
     if others and not overwrite:
         raise CheckpointError(

@@ -1,17 +1,15 @@
-"""Compare versions, files, clocks and the checkpoint folder between the ranks of a job, before a long training."""
+"""Compare versions, files and the checkpoint folder between the ranks of a job, before a long training."""
 
 from __future__ import annotations
 
 import platform
 import socket
 import sys
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -21,8 +19,6 @@ from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.plugin import loading
 from ort_zero.utils.text import shortened
 
-CLOCK_SECONDS = 2.0
-"""Largest difference between the clocks of two hosts in seconds that is no problem."""
 _PROBE = ".ort_zero_doctor_"
 
 
@@ -35,8 +31,6 @@ class RanksReport:
     """Names of the hosts, in the order of their first rank."""
     facts: Mapping[str, str]
     """Facts that are the same on all ranks, by name."""
-    clock_seconds: float
-    """Largest difference between two clocks in seconds, less the time of the exchange between the ranks."""
     problems: tuple[str, ...]
     """One sentence for each difference."""
 
@@ -50,7 +44,7 @@ def compare_ranks(ranks: RankGroup, storage: str | None = None, files: Sequence[
     """Return the report about the differences between ranks, the same on all ranks. All ranks must call.
 
     Args:
-        storage: folder for checkpoints that all hosts should share; a small file is written there and removed.
+        storage: folder for checkpoints that all hosts should share; each rank writes a small file there and removes it.
         files: files that should have the same content on all hosts, such as the script and the DeepSpeed JSON.
 
     Raises:
@@ -64,13 +58,8 @@ def compare_ranks(ranks: RankGroup, storage: str | None = None, files: Sequence[
     problems = list(differences([one[1] for one in everyone], names))
     if storage is not None:
         problems += _storage_problems(ranks, storage, names)
-    apart = _clock_difference(ranks)
-    if apart > CLOCK_SECONDS:
-        problems.append(f"the clocks of the hosts are {apart:.1f} s apart: synchronise them (chrony, ntpd)")
     common = {key: value for key, value in facts.items() if all(one[1].get(key) == value for one in everyone)}
-    return RanksReport(
-        ranks=ranks.size, hosts=tuple(hosts), facts=common, clock_seconds=apart, problems=tuple(problems)
-    )
+    return RanksReport(ranks=ranks.size, hosts=tuple(hosts), facts=common, problems=tuple(problems))
 
 
 def _facts() -> dict[str, str]:
@@ -116,48 +105,17 @@ def _grouped(texts: Sequence[str | None], names: Sequence[str]) -> list[str]:
 
 def _storage_problems(ranks: RankGroup, storage: str, names: Sequence[str]) -> list[str]:
     """Return one sentence for each reason why ranks do not share a folder. All ranks must call."""
-    token = ranks.broadcast(uuid.uuid4().hex)
-    probe = Path(storage) / f"{_PROBE}{token[:8]}"
-    error = None
-    if ranks.rank == 0:
-        try:
-            probe.parent.mkdir(parents=True, exist_ok=True)
-            probe.write_text(token)
-        except OSError as caught:
-            error = f"{names[0]} cannot write into {storage}: {caught.strerror or caught}"
-    error = ranks.broadcast(error)
-    problem = None if error is not None else _problem_here(probe, token, ranks.rank)
+    token = ranks.broadcast(uuid.uuid4().hex[:8])
+    mine, first = (Path(storage, f"{_PROBE}{token}_{rank}") for rank in (ranks.rank, 0))
+    problem = None
+    try:
+        mine.parent.mkdir(parents=True, exist_ok=True)
+        mine.touch()
+    except OSError as error:
+        problem = f"cannot be written to: {error.strerror or error}"
+    if ranks.gather(problem)[0] is None and problem is None and not first.exists():
+        problem = "is not the folder that rank 0 sees (each host has its own disk there?)"
     problems = ranks.gather(problem)
-    if ranks.rank == 0:
-        with suppress(OSError):
-            probe.unlink()
-    if error is not None:
-        return [error]
-    return [f"{storage} {text}" for text in _grouped(problems, names)]
-
-
-def _problem_here(probe: Path, token: str, rank: int) -> str | None:
-    """Return why this rank does not share the folder of rank 0's file `probe`, None if it does."""
-    try:
-        if probe.read_text() != token:
-            return "holds another file than rank 0 has written"
-    except FileNotFoundError:
-        return "is not the folder that rank 0 sees (each host has its own disk there?)"
-    except OSError as error:
-        return f"cannot be read ({error.strerror or error})"
-    mine = probe.with_name(f"{probe.name}_{rank}")
-    try:
-        mine.write_text("")
+    with suppress(OSError):
         mine.unlink()
-    except OSError as error:
-        return f"cannot be written to ({error.strerror or error})"
-    return None
-
-
-def _clock_difference(ranks: RankGroup) -> float:
-    """Return the largest difference between clocks, less the time of the exchange between ranks, in seconds."""
-    ranks.gather(None)
-    begin = time.monotonic()
-    times: list[Any] = ranks.gather(time.time())
-    took = ranks.gather(time.monotonic() - begin)
-    return max(0.0, max(times) - min(times) - max(took))
+    return [f"{storage} {text}" for text in _grouped(problems, names)]
