@@ -18,10 +18,15 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import socket
 import tempfile
 from pathlib import Path
+from typing import Any
+
+from ort_zero.utils.atomic_write import write_json
 
 MEMORY_TRIAL = "ORT_ZERO_MEMORY_TRIAL"
 PROFILE = "ORT_ZERO_PROFILE"
@@ -78,14 +83,22 @@ def can_write(folder: Path) -> bool:
     return False
 
 
-def request_file(variable: str) -> Path | None:
-    """Return the file with the request of a command to this process; None without a request.
+@functools.cache
+def request(variable: str) -> dict[str, Any] | None:
+    """Return what a command asks of the script that it has started; None without a request.
 
     Args:
         variable: :data:`MEMORY_TRIAL`, :data:`PROFILE`, :data:`EXPLAIN` or :data:`STATISTICS`.
     """
     name = os.environ.get(variable)
-    return Path(name) if name else None
+    return json.loads(Path(name).read_text(encoding="utf-8")) if name else None
+
+
+def answer(variable: str, report: Any) -> None:
+    """Write this rank's report for the command that waits for it; does nothing where no command waits any more."""
+    asked = request(variable)
+    if asked is not None and Path(asked["report"]).parent.is_dir():  # not on other machines than the command's
+        write_json(Path(f"{asked['report']}.{rank()}"), report)
 
 
 def rank() -> int:
@@ -96,11 +109,6 @@ def rank() -> int:
 def world_size() -> int:
     """Return the number of processes that the launcher started; 1 without a launcher."""
     return max(1, int(os.environ.get("WORLD_SIZE", "1") or 1))
-
-
-def local_world_size() -> int:
-    """Return the number of ranks on this machine; 1 without a launcher."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
 
 
 def several_hosts() -> bool:
@@ -129,4 +137,4 @@ def threads_per_rank() -> int:
     explicit = os.environ.get("OMP_NUM_THREADS", "")
     if explicit.isdigit() and int(explicit) > 0:
         return int(explicit)
-    return max(1, usable_cores() // local_world_size())
+    return max(1, usable_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)))

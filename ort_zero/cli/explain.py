@@ -6,9 +6,8 @@ import argparse
 from typing import Any
 
 from ort_zero.cli import print_result
-from ort_zero.cli.script_options import add_script, command_of, script_progress
+from ort_zero.cli.script_options import add_script, reports_of
 from ort_zero.profiling.comparison import runners_of
-from ort_zero.utils.script_process import ScriptError
 
 _EPILOG = """The script is started unchanged, and ended when it is settled where each part runs: after some tens of
 steps the first time, fewer once that is kept in the cache folder. Exit status: 0 = explained; 2 = not explained, with
@@ -31,17 +30,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     """Run the script until it is settled what runs where, print which runtime runs what, and return the exit status."""
     from ort_zero import env
-    from ort_zero.utils.script_process import run_with_request
 
-    command = command_of(args)
-    with script_progress("explaining", "script", args):
-        done = run_with_request(command, env.EXPLAIN, {})
-        if not done.reports:
-            why = "it trained no second step, or no model of it runs in ONNX Runtime"
-            if done.status:
-                why = f"it ended with status {done.status}"
-            raise ScriptError(f"{args.script} explained nothing: {why}", done.tail if done.status else ())
-    report = done.reports[0]
+    none = "it trained no second step, or no model of it runs in ONNX Runtime"
+    report = reports_of(args, "explaining", "script", env.EXPLAIN, {}, none)[0]
     print_result(args, report, "\n".join(lines_of(report)))
     return 0
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ort_zero.cli import print_result
-from ort_zero.cli.script_options import add_script, command_of, script_progress
+from ort_zero.cli.script_options import add_script, reports_of
 from ort_zero.errors import ConfigError
-from ort_zero.utils.script_process import ScriptError
 from ort_zero.utils.sizes import binary_size, parse_share_or_size
 
 _EPILOG = """The script must use the same DeepSpeed JSON: pass it as the script expects it, after --. It is started
@@ -58,7 +57,6 @@ def run(args: argparse.Namespace) -> int:
         ScriptError: the script failed, or trained no step in the compile backend.
     """
     from ort_zero import config, env
-    from ort_zero.utils.script_process import run_with_request
 
     section = config.read_section(Path(args.config))
     if section.engine() == "ortmodule":
@@ -73,13 +71,9 @@ def run(args: argparse.Namespace) -> int:
             parse_share_or_size(each)
         except ValueError as error:
             raise ConfigError(f"--budget: {error}") from None
-    command = command_of(args)
-    with script_progress("planning", "step", args):
-        done = run_with_request(command, env.MEMORY_TRIAL, {"budgets": budgets})
-        if not done.reports:
-            why = f"it ended with status {done.status}" if done.status else "no model of it ended a step with units"
-            raise ScriptError(f"{args.script} has no plan: {why}", done.tail if done.status else ())
-    plans = max(done.reports, key=lambda plans: plans[0]["kept_without"])
+    none = "no model of it ended a step with units"
+    reports = reports_of(args, "planning", "step", env.MEMORY_TRIAL, {"budgets": budgets}, none)
+    plans = max(reports, key=lambda plans: plans[0]["kept_without"])
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print_result(args, {"script": args.script, "plans": plans}, "\n".join(lines_of(plans, width)))
     return 0

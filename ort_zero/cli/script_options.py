@@ -55,3 +55,28 @@ def script_progress(what: str, unit: str, args: argparse.Namespace) -> Iterator[
             for line in error.tail:
                 print(f"  | {line}", file=sys.stderr)
             raise
+
+
+def reports_of(
+    args: argparse.Namespace, what: str, unit: str, variable: str, request: dict[str, Any], none: str
+) -> list[Any]:
+    """Run the script with the request of a command, and return the reports of its ranks.
+
+    Args:
+        what: the work, for the bar on a terminal.
+        variable: the environment variable that names the request.
+        none: why a script that ended well may have no report.
+
+    Raises:
+        ConfigError: the script or its launcher cannot be started.
+        ScriptError: there is no report.
+    """
+    from ort_zero.utils.script_process import ScriptError, run_with_request
+
+    command = command_of(args)
+    with script_progress(what, unit, args):
+        done = run_with_request(command, variable, request)
+        if not done.reports:
+            why = f"it ended with status {done.status}" if done.status else none
+            raise ScriptError(f"{args.script} has no report: {why}", done.tail if done.status else ())
+    return done.reports

@@ -95,7 +95,7 @@ class CompileEngine(Engine[GraphRecord]):
     @property
     def starts_as_kept(self) -> bool:  # type: ignore[override]
         """Whether units may start in PyTorch: they are timed, and neither models nor an explanation are wanted."""
-        return self._times_units and self.settings.save_onnx is None and env.request_file(env.EXPLAIN) is None
+        return self._times_units and self.settings.save_onnx is None and env.request(env.EXPLAIN) is None
 
     def is_tried(self, unit: nn.Module, unit_class: str) -> bool:
         """Return True for a head that defers, and once it is known what runs the segments of the class."""

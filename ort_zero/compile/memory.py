@@ -117,7 +117,7 @@ class MemoryBudget:
 
     def new_graph(self, unit: str) -> Kept | None:
         """Return a new entry for a graph; None if there is no budget and no plan was asked for."""
-        if self.recompute != "auto" and env.request_file(env.MEMORY_TRIAL) is None:
+        if self.recompute != "auto" and env.request(env.MEMORY_TRIAL) is None:
             return None
         kept = Kept(unit)
         if self.before is None:

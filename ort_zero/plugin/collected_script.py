@@ -14,17 +14,14 @@ from typing import Any, NoReturn
 
 from ort_zero import env
 from ort_zero.errors import ConfigError
-from ort_zero.utils.atomic_write import write_json
 from ort_zero.utils.patching import Patch, defined_in
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
-@functools.cache
 def request() -> dict[str, Any] | None:
     """Return what ``ort-zero stats run`` asks of this process; None unless it has started the process."""
-    path = env.request_file(env.STATISTICS)
-    return None if path is None else json.loads(path.read_text(encoding="utf-8"))
+    return env.request(env.STATISTICS)
 
 
 def arm() -> None:
@@ -70,7 +67,7 @@ def _collect(model: Any, asked: dict[str, Any]) -> None:
         start_step = steps
 
         def pre_forward_model_apply(self, step: int, model: Any) -> None:
-            _report({"steps": step})
+            env.answer(env.STATISTICS, {"steps": step})
             raise SystemExit(0)
 
     collected: SubscriberBase = StatisticsSubscriber(folder, end_step=steps)
@@ -90,15 +87,9 @@ def _require_module(model: Any, wanted: str) -> None:
         _refuse(f"--operators {wanted}: {type(model).__name__} has no such module; the nearest are {', '.join(near)}")
 
 
-def _report(content: dict[str, Any]) -> None:
-    asked = request()
-    assert asked is not None
-    write_json(Path(f"{asked['report']}.{env.rank()}"), content)
-
-
 def _refuse(reason: str) -> NoReturn:
     """End the script, and have the command say why."""
-    _report({"refused": reason})
+    env.answer(env.STATISTICS, {"refused": reason})
     raise SystemExit(2)
 
 

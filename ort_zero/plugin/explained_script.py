@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from ort_zero import env
-from ort_zero.utils.atomic_write import write_json
 
 _WAYS_OUT = (
     ("no conversion", "nothing to do: PyTorch's own kernel runs between the parts in ONNX Runtime"),
@@ -19,44 +16,28 @@ _WAYS_OUT = (
 )
 _MOST_STEPS = 400
 """Steps after which a model is explained although it is not settled where everything runs."""
-_unwritten: list[dict[str, Any]] = []
-"""The newest report of a model that is not settled."""
+_newest: list[dict[str, Any]] = []
+"""The newest report, for a script that ends before it is settled where all runs."""
 
 
 def end_if_asked(running: Any, is_settled: bool) -> None:
-    """Write the report of a command, if one has started the script, and end the script.
+    """Write the report of a command, if one has started the script, and end the script by SystemExit.
 
-    Memory plans are written after the first step. While it is not settled where all runs, ``ort-zero explain`` lets the
-    script go on; its report is then written when the script ends by itself.
-
-    Raises:
-        SystemExit: after the report is written.
+    Memory plans are written after the first step. ``ort-zero explain`` lets the script go on until it is settled where
+    all runs; its report is written when the script ends, by itself or by this function.
     """
-    explain, plan = env.request_file(env.EXPLAIN), env.request_file(env.MEMORY_TRIAL)
+    plan = env.request(env.MEMORY_TRIAL)
     if plan is not None:
-        asked = json.loads(plan.read_text(encoding="utf-8"))
-        _write(plan, running.engine.memory_plans(asked["budgets"]))
+        env.answer(env.MEMORY_TRIAL, running.engine.memory_plans(plan["budgets"]))
         raise SystemExit(0)
-    if explain is None:
+    if env.request(env.EXPLAIN) is None:
         return
-    if not _unwritten:
-        atexit.register(_write_newest, explain)
-    _unwritten[:] = [{**explanation(running), "steps": running.engine.steps, "settled": is_settled}]
+    if not _newest:
+        atexit.register(lambda: env.answer(env.EXPLAIN, _newest[0]))
+    _newest[:] = [{**explanation(running), "steps": running.engine.steps, "settled": is_settled}]
     if is_settled or running.engine.steps >= _MOST_STEPS:
-        _write(explain, _unwritten[0])
+        env.answer(env.EXPLAIN, _newest[0])
         raise SystemExit(0)
-
-
-def _write_newest(request: Path) -> None:
-    """Write the newest report, for a command that still waits for it."""
-    if request.exists():
-        _write(request, _unwritten[0])
-
-
-def _write(request: Path, report: Any) -> None:
-    """Write a report to where the request of a command wants it."""
-    path = json.loads(request.read_text(encoding="utf-8"))["report"]
-    write_json(Path(f"{path}.{env.rank()}"), report)
 
 
 def explanation(running: Any) -> dict[str, Any]:

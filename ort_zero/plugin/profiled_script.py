@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from typing import Any
 
 import torch
@@ -17,23 +16,10 @@ from ort_zero.utils.named_ranges import named_range
 
 
 @functools.cache
-def request() -> exchange.ProfileRequest | None:
-    """Return what ``ort-zero profile`` asks of this process; None unless it has started the process."""
-    path = env.request_file(env.PROFILE)
-    return None if path is None else exchange.ProfileRequest(**json.loads(path.read_text(encoding="utf-8")))
-
-
-_recorders: list[Recorder] = []
-
-
 def recorder() -> Recorder | None:
     """Return the recorder of this process; None unless ``ort-zero profile`` has started the process."""
-    asked = request()
-    if asked is None:
-        return None
-    if not _recorders:
-        _recorders.append(Recorder(asked, _node_profiles))
-    return _recorders[0]
+    asked = env.request(env.PROFILE)
+    return None if asked is None else Recorder(asked, _node_profiles)
 
 
 def _node_profiles(prefix: str) -> Any:
@@ -45,8 +31,7 @@ def _node_profiles(prefix: str) -> Any:
 
 def in_torch() -> bool:
     """Return whether the script runs in PyTorch for comparison, with every section off."""
-    asked = request()
-    return asked is not None and asked.backend == exchange.TORCH
+    return (env.request(env.PROFILE) or {}).get("backend") == exchange.TORCH
 
 
 def without_fallback(section: config.Config) -> config.Config:
@@ -58,41 +43,36 @@ def without_fallback(section: config.Config) -> config.Config:
 
 def measure_engine(engine: Any, runtime: Any = None) -> None:
     """Measure an engine's calls, if the script is measured."""
-    active = recorder()
-    if active is None:
+    if recorder() is None:
         return
-    status = runtime.status if runtime is not None else dict
-    active.note_model(type(runtime.module if runtime is not None else engine.module).__name__, status)
     _name_collectives()
-    engine.register_forward_pre_hook(
-        lambda called, args: active.call(called, called.training and torch.is_grad_enabled())
-    )
-    for name, method in (
-        (named_ranges.FORWARD, "forward"), (named_ranges.BACKWARD, "backward"), (named_ranges.OPTIMIZER, "step")
-    ):  # fmt: skip
+    _measure(engine, engine.module if runtime is None else runtime.module, dict if runtime is None else runtime.status)
+    for name, method in ((named_ranges.BACKWARD, "backward"), (named_ranges.OPTIMIZER, "step")):
         setattr(engine, method, named_range(name)(getattr(engine, method)))
 
 
 def measure_model(runtime: Any) -> None:
     """Measure the calls of a model without a DeepSpeed engine, if the script is measured."""
-    active = recorder()
-    if active is None:
+    if recorder() is None:
         return
-    active.note_model(type(runtime.module).__name__, runtime.status)
     if in_torch():
         runtime.fallback_reason = "ort-zero profile measures it in PyTorch"
-    runtime.module.register_forward_pre_hook(
+    _measure(runtime.module, runtime.module, runtime.status)
+
+
+def _measure(owner: Any, model: Any, status: Any) -> None:
+    """Measure the calls of `owner`, an engine or the model itself."""
+    active: Any = recorder()
+    active.note_model(type(model).__name__, status)
+    owner.register_forward_pre_hook(
         lambda called, args: active.call(called, called.training and torch.is_grad_enabled())
     )
-    runtime.module.forward = named_range(named_ranges.FORWARD)(runtime.module.forward)
+    owner.forward = named_range(named_ranges.FORWARD)(owner.forward)
 
 
 @functools.cache
 def _name_collectives() -> None:
     """Record DeepSpeed's own gathers and reduces as named ranges, also in engines that run in PyTorch."""
-    for kind, functions in (
-        (named_ranges.GATHER, ds_compat.gathers()),
-        (named_ranges.REDUCE, ds_compat.reduces()),
-    ):
-        for holder, name in functions:
+    for kind, functions in ((named_ranges.GATHER, ds_compat.GATHERS), (named_ranges.REDUCE, ds_compat.REDUCES)):
+        for holder, name in ds_compat.existing(functions):
             setattr(holder, name, named_range(kind)(vars(holder)[name]))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ort_zero.profiling.exchange import Part
@@ -35,36 +34,28 @@ _IN_PYTHON = ("autograd::", "torch::autograd::", "ort_zero_kernels::", "ort_zero
 _COLLECTIVES = (("reduce", REDUCE), ("gather", GATHER), ("broadcast", GATHER))
 
 
-@dataclass(slots=True)
-class Span:
-    """One range or operator that torch.profiler recorded in one thread."""
-
-    name: str
-    seconds: float
-    children: list[Span] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, event: Any) -> Span:
-        """Return an event of torch.profiler, with the events below it."""
-        return cls(event.name, event.time_range.elapsed_us() / 1e6, [cls.of(child) for child in event.cpu_children])
+def seconds_of(event: Any) -> float:
+    """Return the time of an event of torch.profiler, with the events below it."""
+    return event.time_range.elapsed_us() / 1e6
 
 
-def divide(steps: Sequence[Span], nodes: Iterable[tuple[str, float]]) -> list[Part]:
+def divide(steps: Sequence[Any], nodes: Iterable[tuple[str, float]]) -> list[Part]:
     """Return the mean time of each part of a step, the longest part first.
 
     Args:
+        steps: the events of torch.profiler that are steps.
         nodes: operator and seconds of each node that ran in sessions during these steps.
     """
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     calls: dict[tuple[str, str], int] = defaultdict(int)
     stack = [(step, SCRIPT) for step in steps]
     while stack:
-        span, outside = stack.pop()
-        kind, name = _place(span.name, outside)
-        seconds[kind, name] += span.seconds - sum(child.seconds for child in span.children)
+        event, outside = stack.pop()
+        kind, name = _place(event.name, outside)
+        seconds[kind, name] += seconds_of(event) - sum(map(seconds_of, event.cpu_children))
         calls[kind, name] += 1
         inside = kind if kind != KERNEL else outside
-        stack += [(child, inside) for child in span.children]
+        stack += [(child, inside) for child in event.cpu_children]
     for operator, time in nodes:
         if operator not in IN_TORCH:
             seconds[EXECUTOR, ""] -= time

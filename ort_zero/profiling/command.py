@@ -51,8 +51,7 @@ def profile(
                 return any(report["state"] == DONE for report in reports)
 
             is_done(())
-            wanted = traces if trace_file is not None else None
-            request = {"backend": backend, "warmup": warmup, "steps": steps, "traces": wanted}
+            request = {"backend": backend, "warmup": warmup, "steps": steps, "traces": trace_file and traces}
             run = run_with_request(command, env.PROFILE, request, is_done)
             ranks = list(map(RankProfile.of, run.reports))
             finished = [rank for rank in ranks if rank.state == DONE]

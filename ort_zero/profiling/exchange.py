@@ -1,13 +1,11 @@
-"""Exchange files between ``ort-zero profile`` and the script: the request, and the report of each rank."""
+"""Exchange files between ``ort-zero profile`` and the script: what each rank reports."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ort_zero import env
-from ort_zero.utils.atomic_write import write_json
 
 ORT, TORCH = "ort", "torch"
 """The two backends: the script unchanged, and the script with its ``ort_zero`` section off."""
@@ -15,22 +13,6 @@ NAMES = {ORT: "ONNX Runtime", TORCH: "PyTorch"}
 """Name of each backend in tables and traces."""
 STARTED, PROFILING, TIMING, DONE, FAILED = "started", "profiling", "timing", "done", "failed"
 """The states of a rank, in the order of time; the report of a failed rank has the error's message."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileRequest:
-    """The request of the command to the script: backend, steps and files."""
-
-    backend: str
-    """:data:`ORT` or :data:`TORCH`."""
-    warmup: int
-    """Number of training calls that are not measured: the first calls export, compile and trace."""
-    steps: int
-    """Number of training calls that are profiled; the same number of calls is timed without profilers."""
-    report: str
-    """Path of the report; rank n appends ``.n``."""
-    traces: str | None = None
-    """Folder for the trace of each rank, see :mod:`.trace`; None for no traces."""
 
 
 @dataclass(slots=True)
@@ -71,8 +53,7 @@ class RankProfile:
         """Return the report that :meth:`write` wrote as JSON."""
         return cls(**{**content, "parts": [Part(**part) for part in content["parts"]]})
 
-    def write(self, report: str) -> None:
-        """Write this rank's report, and replace an earlier report."""
-        self.rank = env.rank()
-        if self.rank == 0 or Path(report).parent.is_dir():  # ranks on the command's machine are enough
-            write_json(Path(f"{report}.{self.rank}"), asdict(self))
+    def write(self, state: str) -> None:
+        """Write this rank's report in a state, and replace an earlier report."""
+        self.state, self.rank = state, env.rank()
+        env.answer(env.PROFILE, asdict(self))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 
 from ort_zero import env
 from ort_zero.profiling import trace
-from ort_zero.profiling.breakdown import Span, divide
-from ort_zero.profiling.exchange import DONE, FAILED, ORT, PROFILING, TIMING, ProfileRequest, RankProfile
+from ort_zero.profiling.breakdown import divide, seconds_of
+from ort_zero.profiling.exchange import DONE, FAILED, ORT, PROFILING, STARTED, TIMING, RankProfile
 from ort_zero.utils import named_ranges
 from ort_zero.utils.named_ranges import named_range
 
@@ -28,10 +28,15 @@ class ProfileEndedError(SystemExit):
 
 
 class Recorder:
-    """The measurement of the first model that trains in the script."""
+    """The measurement of the first model that trains in the script.
 
-    def __init__(self, request: ProfileRequest, node_profiles: Callable[[str], Any]):
-        self.request = request
+    Args:
+        asked: what the command asks for, see :func:`ort_zero.profiling.command.profile`.
+        node_profiles: has new sessions record their nodes, into files that begin with its argument.
+    """
+
+    def __init__(self, asked: Mapping[str, Any], node_profiles: Callable[[str], Any]):
+        self.asked = asked
         self._result = RankProfile()
         self._owner: object | None = None
         self._step: Any = None
@@ -42,8 +47,8 @@ class Recorder:
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
         self._nodes: Any = None
         self._status: Callable[[], dict[str, Any]] = dict
-        if request.backend == ORT:
-            folder = Path(request.report).parent
+        if asked["backend"] == ORT:
+            folder = Path(asked["report"]).parent
             folder = folder if folder.is_dir() else Path(tempfile.mkdtemp())
             self._nodes = node_profiles(str(folder / f"session-{env.rank()}"))
         torch.autograd.backward = named_range(named_ranges.BACKWARD)(torch.autograd.backward)
@@ -52,7 +57,7 @@ class Recorder:
         """Report the class name of the first model that can be measured; `status` returns its entry in ``status()``."""
         if not self._result.model:
             self._result.model, self._status = name, status
-            self._result.write(self.request.report)
+            self._result.write(STARTED)
 
     def call(self, owner: object, training: bool) -> None:
         """End the running step and begin the next one, directly before a call of a model.
@@ -72,7 +77,7 @@ class Recorder:
             self._end_step()
         if not training:
             return
-        done, warmup = len(self._seconds), self.request.warmup
+        done, warmup = len(self._seconds), self.asked["warmup"]
         if done == warmup and self._result.state != PROFILING:
             self._start_profilers()
         if self._nodes is not None and done >= warmup:
@@ -81,40 +86,31 @@ class Recorder:
         self._step.__enter__()
         self._began = time.perf_counter()
 
-    def failed(self, error: BaseException) -> None:
-        """Report an error, which the command then prints."""
-        if self._result.state != DONE:
-            self._result.error = f"{error}"
-            self._write(FAILED)
-
-    def _write(self, state: str) -> None:
-        self._result.state = state
-        self._result.write(self.request.report)
-
     def _end_step(self) -> None:
         """Record the time of the running step; after the last step of a phase end the phase."""
         self._seconds.append(time.perf_counter() - self._began)
         self._step.__exit__(None, None, None)
         self._step = None
-        done, warmup, steps = len(self._seconds), self.request.warmup, self.request.steps
+        done, warmup, steps = len(self._seconds), self.asked["warmup"], self.asked["steps"]
         if done == warmup + steps:
             self._read_profiles()
             self._result.profiled_seconds = statistics.median(self._seconds[warmup:])
-            self._write(TIMING)
+            self._result.write(TIMING)
         elif done == warmup + 2 * steps:
             self._result.step_seconds = statistics.median(self._seconds[warmup + steps :])
             status = self._status()
             self._result.runners = status.get("runners", {})
             self._result.settled = status.get("compiled", {}).get("settled", True)
-            self._write(DONE)
+            self._result.write(DONE)
             raise ProfileEndedError(0)
 
     def _start_profilers(self) -> None:
-        self._write(PROFILING)
+        self._result.write(PROFILING)
         try:
             self._profiler.start()
         except RuntimeError as error:
-            self.failed(RuntimeError(f"torch's profiler is at work already, in the script itself: {error}"))
+            self._result.error = f"torch's profiler is at work already, in the script itself: {error}"
+            self._result.write(FAILED)
             raise ProfileEndedError(1) from None
         named_ranges.activate(True)
 
@@ -125,17 +121,18 @@ class Recorder:
             self._nodes.end()
         self._profiler.stop()
         events = self._profiler.events() or ()
-        if self.request.traces is not None and Path(self.request.traces).is_dir():
-            trace.write_rank(events, self.request.backend, Path(self.request.traces))
+        traces = self.asked["traces"]
+        if traces is not None and Path(traces).is_dir():
+            trace.write_rank(events, self.asked["backend"], Path(traces))
         steps = steps_of(events)
         # the faster half: other processes make steps slower, never faster
-        faster = sorted(range(len(steps)), key=lambda i: steps[i].seconds)[: (len(steps) + 1) // 2]
+        faster = sorted(range(len(steps)), key=lambda i: seconds_of(steps[i]))[: (len(steps) + 1) // 2]
         nodes = self._nodes.nodes(faster) if self._nodes is not None else ()
         self._result.parts = divide([steps[i] for i in faster], nodes)
 
 
-def steps_of(events: Iterable[Any]) -> list[Span]:
-    """Return the steps among the events of torch.profiler, in order, with all events below them in their thread."""
+def steps_of(events: Iterable[Any]) -> list[Any]:
+    """Return the steps among the events of torch.profiler, in order."""
     name = named_ranges.PREFIX + named_ranges.STEP
     steps = [event for event in events if event.name == name and not event.is_async]
-    return [Span.of(event) for event in sorted(steps, key=lambda event: event.time_range.start)]
+    return sorted(steps, key=lambda event: event.time_range.start)

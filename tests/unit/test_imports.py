@@ -49,12 +49,12 @@ ALLOWED: dict[str, set[str]] = {
     "utils.masking": set(),
     "errors": {"utils.masking"},
     "utils": {"errors"},
-    "env": set(),
+    "env": {"utils"},
     "log": {"env", "errors"},
     # versions of other packages; ranks
     "compat": {"env", "errors", "log", "utils"},
     "config": {"compat", "errors", "log"},
-    "distributed": {"compat", "env", "errors", "utils.masking", "utils"},
+    "distributed": {"compat", "env", "errors", "utils.masking"},
     # what an engine offers; which runtime runs a segment or a unit: checked, timed, agreed on by all ranks
     "runtimes": {"compat", "config", "env", "utils"},
     # ZeRO-3 where PyTorch runs the model
@@ -64,7 +64,7 @@ ALLOWED: dict[str, set[str]] = {
     "statistics.collect": {"compat", "distributed", "env", "errors", "log", "statistics", "utils"},
     "statistics.compare": {"errors", "statistics", "utils"},
     "statistics.check": {"errors", "statistics", "statistics.compare", "utils"},
-    "profiling": {"env", "errors", "log", "utils"},
+    "profiling": {"distributed", "env", "errors", "log", "utils"},
     # checkpoints: bytes in files, one record of what they hold, its readers, and what is done with it
     "checkpoint.files": {"errors", "utils.masking", "utils"},
     "checkpoint.records": {"checkpoint.files", "errors", "utils"},

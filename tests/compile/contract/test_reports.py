@@ -188,4 +188,4 @@ def test_explain_tells_of_a_script_that_fails(tmp_path: Path):
     (tmp_path / "failing.py").write_text("raise SystemExit('no data')")
     done = command(tmp_path, "explain", "failing.py")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "failing.py explained nothing: it ended with status 1" in done.stderr and "no data" in done.stderr
+    assert "failing.py has no report: it ended with status 1" in done.stderr and "no data" in done.stderr
