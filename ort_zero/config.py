@@ -149,10 +149,10 @@ class Config(_Strict):
     @field_validator("log_level")
     @classmethod
     def _check_log_level(cls, value: str) -> str:
-        from ort_zero.log import level_names
+        from ort_zero.log import LEVELS
 
-        if value.upper() not in level_names():
-            raise ValueError(f"must be one of {', '.join(level_names())}")
+        if value.upper() not in LEVELS:
+            raise ValueError(f"must be one of {', '.join(LEVELS)}")
         return value.upper()
 
     def engine(self) -> str:
@@ -263,8 +263,7 @@ def _explain_all(errors: list[Any]) -> list[str]:
     for error in errors:
         where = [str(part) for part in error["loc"]]
         if error["type"] == "extra_forbidden":
-            hint = _right_key(where, error["input"])
-            lines.append(f"{SECTION}.{'.'.join(where)}: unknown key (value {error['input']!r}); {hint}")
+            lines.append(f"{SECTION}.{'.'.join(where)}: unknown key (value {error['input']!r}); {_right_key(where)}")
             continue
         # a union's branches add their own names to the location
         path = ".".join(p for p in where if "[" not in p and p not in ("str", "none"))
@@ -276,7 +275,7 @@ def _explain_all(errors: list[Any]) -> list[str]:
     return lines
 
 
-def _right_key(where: list[str], value: Any) -> str:
+def _right_key(where: list[str]) -> str:
     """Return which key an unknown one stands for: of the same name elsewhere, else of a similar name."""
     *above, key = where
     paths = list(_paths_of_keys(Config))
@@ -287,15 +286,8 @@ def _right_key(where: list[str], value: Any) -> str:
         meant = meant or [path for path in candidates if path[-1] in near]
     if not meant:
         return f"valid keys: {', '.join(path[-1] for path in here)}"
-    if meant[0] in here:
-        return f'did you mean "{meant[0][-1]}"?'
-    ways = []
-    for path in meant:
-        text = json.dumps(value, default=str)
-        for name in reversed(path):
-            text = f'{{"{name}": {text}}}'
-        ways.append(f'"{".".join(path)}", that is {text[1:-1]}')
-    return f"did you mean {', or '.join(ways)}?"
+    names = [path[-1] if path in here else ".".join(path) for path in meant]
+    return f"did you mean {' or '.join(map(json.dumps, names))}?"
 
 
 def _paths_of_keys(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -17,19 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from ort_zero import __version__, env
-from ort_zero.cli import (
-    aggregate,
-    convert,
-    diff,
-    doctor,
-    explain,
-    ls,
-    memory,
-    print_json,
-    profile,
-    stats,
-    verify,
-)
+from ort_zero.cli import aggregate, convert, diff, doctor, explain, ls, memory, print_json, profile, stats, verify
 from ort_zero.errors import CorruptCheckpointError, OrtZeroError
 from ort_zero.utils import progress
 from ort_zero.utils.masking import masked
@@ -100,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.error("no command given")
     try:
-        with _stdout_of(args):
+        with _quietly() if args.quiet and not args.json else contextlib.nullcontext():
             return args.run(args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -111,19 +99,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Exception as error:
         return _report(error, args)
-
-
-def _stdout_of(args: argparse.Namespace) -> contextlib.AbstractContextManager[object]:
-    """Return a ``with`` block in which the command prints as its options and the terminal want."""
-    if args.json:
-        return contextlib.nullcontext()
-    if args.quiet:
-        return _quietly()
-    if not sys.stdout.isatty():
-        return contextlib.nullcontext()
-    from ort_zero.cli.colours import ColouredStdout
-
-    return contextlib.redirect_stdout(ColouredStdout())
 
 
 @contextlib.contextmanager
@@ -137,18 +112,13 @@ def _quietly() -> Iterator[None]:
             progress.hidden.clear()
 
 
-def _install_command(package: str) -> str | None:
-    """Return the command that installs a package that some commands need; None for another package."""
-    from ort_zero.compat.versions import REQUIREMENTS  # slow, and not needed without an error
-
-    return ({row.distribution: row.cure for row in REQUIREMENTS} | _OTHERS).get(package)
-
-
 def _report(error: Exception, args: argparse.Namespace) -> int:
     """Print an error in one line, with ``--debug`` as a traceback, and return the exit status."""
+    from ort_zero.compat.versions import REQUIREMENTS  # slow, and not needed without an error
+
     message = masked(str(error).strip())
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if install := _install_command(package):
+    if install := ({row.distribution: row.cure for row in REQUIREMENTS} | _OTHERS).get(package):
         message = f"this needs {package}, which is not installed: {install}"
     elif not isinstance(error, (OrtZeroError, OSError)):
         message = f"internal error, {type(error).__name__}: {message}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import functools
 import sys
-import sysconfig
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -56,10 +55,6 @@ PYTHON = SpecifierSet(">=3.10")
 ORT_PYTHON = SpecifierSet(">=3.10,<3.12")
 """onnxruntime-training 1.19.2 has no wheel for a later Python; one built from source may be used with any."""
 ORT_PYTHON_CURE = "use Python 3.10 or 3.11 (onnxruntime-training 1.19.2 has no later wheel)"
-MUSL = (
-    "this Python is built for musl (Alpine), and torch and onnxruntime have wheels for glibc only: use a "
-    "system with glibc, such as Debian or Ubuntu"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,15 +104,16 @@ def engine() -> str:
     return name
 
 
-class Clash(NamedTuple):
-    """What several distributions have done that write the same folder ``onnxruntime``."""
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem that prevents the training of models."""
 
     what: str
-    cure: str
-    """The command that leaves one whole distribution."""
+    fix: str
+    """The command line that solves the problem."""
 
 
-def clash() -> Clash | None:
+def clash() -> Problem | None:
     """Return the distributions of ONNX Runtime that are installed over one another; None for one or none."""
     present = [name for name in RUNTIMES if _is_installed(name)]
     if len(present) < 2:
@@ -126,20 +122,20 @@ def clash() -> Clash | None:
     wanted = "onnxruntime-gpu" if "onnxruntime-gpu" in present else "onnxruntime"
     if env.backend() == "ortmodule" and "onnxruntime-training" in present:
         wanted = f"'onnxruntime-training=={metadata.version('onnxruntime-training')}'"
-    return Clash(
+    return Problem(
         f"{names} are installed over one another: each writes the folder onnxruntime, so keep one of them",
         f"pip uninstall -y {' '.join(present)} && pip install {wanted}",
     )
 
 
-def damage() -> Clash | None:
+def damage() -> Problem | None:
     """Return what another distribution has done to the files of the only one of ONNX Runtime; None if all are its own.
 
     Where two were installed and one was uninstalled, the other one lacks the files that both had. Sizes are compared
     with those that pip has noted.
     """
     name = _installed_name("onnxruntime")
-    if name is None or not _is_installed(name):
+    if name is None:
         return None
     distribution = metadata.distribution(name)
     # Distribution.files leaves missing files out from Python 3.12 on
@@ -148,42 +144,31 @@ def damage() -> Clash | None:
     wrong = [path for path, size in sizes.items() if not path.is_file() or path.stat().st_size != size]
     if not wrong:
         return None
-    version = metadata.version(str(name))
-    return Clash(
+    version = distribution.version
+    return Problem(
         f"{len(wrong)} files of {name} {version} are missing or of another wheel, such as {wrong[0]}: where two "
         "wheels of ONNX Runtime were installed, uninstalling one takes the other's files",
         f"pip install --force-reinstall --no-deps '{name}=={version}'",
     )
 
 
-def on_musl() -> bool:
-    """Return whether this Python was made for musl (Alpine), for which torch and onnxruntime have no wheels."""
-    return any("musl" in (sysconfig.get_config_var(name) or "") for name in ("SOABI", "HOST_GNU_TYPE"))
-
-
 def _python(needed_for: str) -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     built = installed("onnxruntime-training") is not None
     wanted = ORT_PYTHON if needed_for == "ort" and not built else PYTHON
-    foreign = on_musl() and installed("onnxruntime") is None
-    cure = ORT_PYTHON_CURE if needed_for == "ort" else "use Python 3.10 or later"
     return Finding(
         name="python",
-        found=f"{version} on musl" if foreign else version,
-        needed=f"{wanted} on glibc" if foreign else str(wanted),
-        ok=Version(version) in wanted and not foreign,
-        cure=MUSL if foreign else cure,
+        found=version,
+        needed=str(wanted),
+        ok=Version(version) in wanted,
+        cure=ORT_PYTHON_CURE if needed_for == "ort" else "use Python 3.10 or later",
         untested=needed_for == "ort" and built and Version(version) not in ORT_PYTHON,
     )
 
 
-def findings(needed_for: str | None = None) -> tuple[Finding, ...]:
-    """Return one finding for Python and one for each requirement of an engine and of DeepSpeed.
-
-    Args:
-        needed_for: ``"compile"`` or ``"ort"``; None for the engine that runs models here.
-    """
-    wanted = needed_for or ("ort" if engine() == "ortmodule" else "compile")
+def findings() -> tuple[Finding, ...]:
+    """Return one finding for Python and one for each requirement of DeepSpeed and of the engine that runs here."""
+    wanted = "ort" if engine() == "ortmodule" else "compile"
     rows = (_finding(req) for req in REQUIREMENTS if {wanted, "zero"} & set(req.needed_for))
     return _python(wanted), *rows
 
@@ -222,35 +207,20 @@ def require(needed_for: str) -> tuple[str, ...]:
     if needed_for != "zero":
         several = clash()
         if several is not None:
-            raise UnsupportedVersionError(f"{several.what}: {several.cure}")
+            raise UnsupportedVersionError(f"{several.what}: {several.fix}")
         rows.insert(0, _python(needed_for))
     for row in rows:
         if row.ok:
             continue
-        if row.name == "python" and (on_musl() or (needed_for == "ort" and Version(str(row.found)) in PYTHON)):
-            raise UnsupportedVersionError(_no_wheel(str(row.found)))
+        if row.name == "python" and needed_for == "ort" and Version(str(row.found)) in PYTHON:
+            raise UnsupportedVersionError(
+                f"ORTModule cannot run on Python {row.found}, since onnxruntime-training has no wheel for it: "
+                f'{ORT_PYTHON_CURE}, or leave "backend": "ortmodule" out and install plain onnxruntime: '
+                "pip install 'ort-zero[ort]'"
+            )
         problem = f"{row.name} {row.found}" if row.found else f"{row.name} is not installed"
         raise UnsupportedVersionError(f"{problem}; ort_zero works with {row.name}{row.needed}: {row.cure}")
     return tuple(f"{row.name} {row.found}" for row in rows if row.untested)
-
-
-def _no_wheel(python: str) -> str:
-    """Return the reason why this Python has no onnxruntime-training, and the way out."""
-    if on_musl():
-        return f"models cannot run in ONNX Runtime here: {MUSL}"
-    return (
-        f"ORTModule cannot run on Python {python}, since onnxruntime-training has no wheel for it: {ORT_PYTHON_CURE}, "
-        'or leave "backend": "ortmodule" out and install plain onnxruntime: pip install \'ort-zero[ort]\''
-    )
-
-
-def how_to_get(distribution: str) -> str:
-    """Return how to install `distribution`, a missing package that ORTModule needs, as a sentence."""
-    python = _python("ort")
-    if distribution == "onnxruntime-training" and not python.ok and installed(distribution) is None:
-        return _no_wheel(str(python.found))
-    cure = next(_finding(req).cure for req in REQUIREMENTS if req.distribution == distribution)
-    return f"{distribution} is not installed: {cure}"
 
 
 @functools.cache

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import logging
-import shutil
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -18,16 +17,15 @@ from ort_zero import config, env, log
 from ort_zero.cpu_memory import measures
 from ort_zero.plugin import compile_progress
 from ort_zero.runtimes import registry
-from ort_zero.utils.random_state import random_state_kept
+from ort_zero.utils import tables
 from ort_zero.utils.text import shortened
 
-_MIN_WIDTH, _MAX_WIDTH = 60, 120
 _printed: list[str] = []
 """The titles of the models that this process has announced."""
 _unsettled: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 """The runtimes of models that were announced without a share of operations."""
-Row = tuple[str, ...]
-"""Cells of a row: feature, state, and, for some, the setting that switches it."""
+Row = tuple[str, str, str]
+"""Cells of a row: feature, the setting that switches it, and its state."""
 
 
 def table(
@@ -38,7 +36,6 @@ def table(
     *,
     in_effect: Sequence[str] = (),
     in_engine: bool = True,
-    width: int = 80,
 ) -> str:
     """Return the features and costs of an engine's model, as a table.
 
@@ -48,14 +45,14 @@ def table(
         in_effect: the measures of ``"cpu_memory"`` that are in effect.
     """
     parts = _parts(section, in_effect, in_engine)
-    in_torch = [("ONNX Runtime", "off", 'backend: "auto"'), *parts]
+    in_torch = [("ONNX Runtime", 'backend: "auto"', "off"), *parts]
     rows: list[Row] = [
-        ("feature", "state", 'to switch it, in "ort_zero"'),
+        ("feature", 'to switch it, in "ort_zero"', "state"),
         *(in_torch if status is None else _compiled(status, section, parts)),
-        *((f"  {operators}", effect) for operators, effect in plans),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        *((f"  {operators}", "", effect) for operators, effect in plans),
+        ("versions", "", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
-    return _drawn(rows, max(width, _MIN_WIDTH))
+    return "\n".join(tables.aligned(rows))
 
 
 def announce(section: config.Config, module: Any, runtime: Any | None, in_engine: bool = True) -> None:
@@ -85,9 +82,7 @@ def announce(section: config.Config, module: Any, runtime: Any | None, in_engine
     if len(_printed) > 1:
         logger.info("%s%s", title, _in_short(status) if status is not None else "")
         return
-    in_effect = measures.in_effect()
-    width = min(_MAX_WIDTH, shutil.get_terminal_size((_MAX_WIDTH, 0)).columns)
-    text = table(status, section, _versions(), plans, in_effect=in_effect, in_engine=in_engine, width=width)
+    text = table(status, section, _versions(), plans, in_effect=measures.in_effect(), in_engine=in_engine)
     logger.info("%s\n%s", title, text)
 
 
@@ -118,55 +113,42 @@ def _parts(section: config.Config, in_effect: Sequence[str], in_engine: bool) ->
     save, collects, memory = section.checkpoint, section.statistics.enabled, section.cpu_memory
     done = f": {', '.join(in_effect)}" if memory and in_effect else ""
     rows: list[Row] = [
-        ("memory of CPUs", _state(memory) + done, _switch("cpu_memory", not memory)),
-        ("sharded checkpoints", _state(save.sharded), _switch("checkpoint.sharded", not save.sharded)),
-        ("asynchronous saving", _state(save.async_save), _switch("checkpoint.async_save", not save.async_save)),
-        ("statistics", _state(collects), _switch("statistics.enabled", not collects)),
+        ("memory of CPUs", _switch("cpu_memory", not memory), _state(memory) + done),
+        ("sharded checkpoints", _switch("checkpoint.sharded", not save.sharded), _state(save.sharded)),
+        ("asynchronous saving", _switch("checkpoint.async_save", not save.async_save), _state(save.async_save)),
+        ("statistics", _switch("statistics.enabled", not collects), _state(collects)),
     ]
-    return [row for row in rows if in_engine or not row[2].startswith("checkpoint")]
+    return [row for row in rows if in_engine or not row[1].startswith("checkpoint")]
 
 
 def _compiled(status: Mapping[str, Any], section: config.Config, parts: list[Row]) -> list[Row]:
     """Return the rows of a model whose units ONNX Runtime runs."""
-    record = status["compiled"]
-    is_settled = record["settled"]
-    places = f"{status['sessions']} sessions"
-    checks = ("checked against PyTorch", "the first run of each graph, by sizes", "always")
+    record, is_settled = status["compiled"], status["compiled"]["settled"]
+    places, verify, checks = f"{status['sessions']} sessions", "", "the first run of each graph, by sizes"
     if status["engine"] == "compile":
         places = f"{record['segments']} segments, {places}"
-        checks = ("checked against PyTorch", section.compile.verify, 'compile.verify: "sampled", "always", "off"')
+        verify, checks = 'compile.verify: "sampled", "always", "off"', section.compile.verify
         if is_settled and record["segments_in_torch"]:
             places += f"; PyTorch runs {record['segments_in_torch']} of the segments"
+    place = getattr(section, status["engine"]).place
+    other_place = f'{status["engine"]}.place: "{"ort" if place == "measured" else "measured"}"'
+    units = shortened([unit or "the model" for unit in status["units"]], 2)
+    graphs = (
+        f"{record['graphs']}, made of {record['dynamo_graphs']} that Dynamo captured; {len(record['recompilations'])} "
+        "since an earlier one did not fit"
+    )
     return [
-        ("ONNX Runtime", _state(status["backend"] == "onnxruntime"), "enabled: false"),
-        (
-            "units",
-            f"{len(status['units'])}: {shortened([unit or 'the model' for unit in status['units']], 2)}",
-            'exclude: ["PATTERN"]',
-        ),
-        (
-            "graphs",
-            f"{record['graphs']}, made of {record['dynamo_graphs']} that Dynamo captured; "
-            f"{len(record['recompilations'])} since an earlier one did not fit",
-            "ort-zero explain SCRIPT",
-        ),
-        ("  run by", places, _other_place(status["engine"], section)),
-        (
-            "  share of operations",
-            _share(status) if is_settled else "not settled yet, a line will say it",
-            _other_place(status["engine"], section),
-        ),
-        checks,
+        ("ONNX Runtime", "enabled: false", _state(status["backend"] == "onnxruntime")),
+        ("units", 'exclude: ["PATTERN"]', f"{len(status['units'])}: {units}"),
+        ("graphs", "ort-zero explain SCRIPT", graphs),
+        ("  run by", other_place, places),
+        ("  operations", other_place, _share(status) if is_settled else "not settled yet, a line will say it"),
+        ("checked against PyTorch", verify, checks),
         *parts,
-        ("run by PyTorch", _kept(status), "has no ONNX form here, or is faster there"),
-        *((f"  {path or 'the model'}", why) for path, why in status["failures"].items()),
-        *((f"  segment {key}", why) for key, why in record.get("failed", {}).items()),
+        ("run by PyTorch", "has no ONNX form here, or is faster there", _kept(status)),
+        *((f"  {path or 'the model'}", "", why) for path, why in status["failures"].items()),
+        *((f"  segment {key}", "", why) for key, why in record.get("failed", {}).items()),
     ]
-
-
-def _other_place(engine: str, section: config.Config) -> str:
-    place = getattr(section, engine).place
-    return f'{engine}.place: "{"ort" if place == "measured" else "measured"}"'
 
 
 def _kept(status: Mapping[str, Any] | None) -> str:
@@ -184,30 +166,10 @@ def _switch(key: str, to: bool) -> str:
     return f"{key}: {'true' if to else 'false'}"
 
 
-def _drawn(rows: Sequence[Row], width: int) -> str:
-    """Return the rows as a table no wider than `width` characters; the first row is its head."""
-    with random_state_kept():
-        from rich import box, console
-        from rich import table as rich_table
-
-    # the last column holds keys, which a user copies: no key is broken
-    settings = [row[2] for row in rows if len(row) == 3]
-    key = max(len(word) for text in settings for word in text.split())
-    widths = None, None, min(max(map(len, settings)), max(key, width // 3))
-    columns = [rich_table.Column(name, width=n, overflow="fold") for name, n in zip(rows[0], widths, strict=True)]
-    drawn = rich_table.Table(*columns, box=box.ASCII, show_edge=False, pad_edge=False, header_style="")
-    for row in rows[1:]:
-        drawn.add_row(*row)
-    text = io.StringIO()
-    console.Console(file=text, width=width, markup=False, highlight=False, emoji=False, safe_box=False).print(drawn)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
-
-
 def _versions() -> dict[str, str]:
+    names = ("ort_zero", "torch", "deepspeed", "onnxruntime", "onnxruntime-gpu", "onnxruntime-training")
     by_name = {}
-    for name in ("ort_zero", "torch", "deepspeed", "onnxruntime", "onnxruntime-gpu", "onnxruntime-training"):
-        try:
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):  # not installed, such as a copied source tree
             by_name[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue  # not installed, such as a copied source tree
     return {**by_name, "Python": ".".join(map(str, sys.version_info[:3]))}

@@ -26,8 +26,8 @@ def partial_name(name: str, token: str) -> str:
 
 
 @contextmanager
-def removed_on_error(path: Path, *, durable: bool = False, buffering: int = -1) -> Iterator[BinaryIO]:
-    """Open `path` for writing in the block, and remove the file if the block raises.
+def removed_on_error(path: Path, *, durable: bool) -> Iterator[BinaryIO]:
+    """Open `path` for unbuffered writing in the block, and remove the file if the block raises.
 
     Args:
         durable: flush the bytes to the disk at the end, so that they survive a loss of power.
@@ -36,10 +36,9 @@ def removed_on_error(path: Path, *, durable: bool = False, buffering: int = -1) 
         OSError: the file cannot be written.
     """
     try:
-        with open(path, "wb", buffering=buffering) as file:
+        with open(path, "wb", buffering=0) as file:
             yield file
             if durable:
-                file.flush()
                 os.fsync(file.fileno())
     except BaseException:
         with suppress(OSError):
@@ -47,22 +46,15 @@ def removed_on_error(path: Path, *, durable: bool = False, buffering: int = -1) 
         raise
 
 
-@contextmanager
-def replacing(path: Path, *, temporary: Path | None = None, durable: bool = False) -> Iterator[BinaryIO]:
-    """Yield a binary file that replaces `path` when the block ends, unless the block raises.
-
-    Args:
-        path: the final place; an existing file stays until the end of the block.
-        temporary: place of the incomplete file on the same file system; None for a hidden file beside `path`.
-        durable: flush the bytes to the disk before the file gets its final name.
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` as the content of `path`, in place of an existing file, which stays until the new one is complete.
 
     Raises:
         OSError: the file cannot be written; no incomplete file stays.
     """
-    partial = temporary or path.with_name(partial_name(path.name, f"{os.getpid()}-{uuid.uuid4().hex[:8]}"))
-    with removed_on_error(partial, durable=durable) as file:
-        yield file
+    partial = path.with_name(partial_name(path.name, f"{os.getpid()}-{uuid.uuid4().hex[:8]}"))
     try:
+        partial.write_bytes(data)
         os.replace(partial, path)
     except BaseException:
         with suppress(OSError):
@@ -70,17 +62,11 @@ def replacing(path: Path, *, temporary: Path | None = None, durable: bool = Fals
         raise
 
 
-def write_bytes(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Write `data` as the content of `path`, in place of an existing file; raises as :func:`replacing`."""
-    with replacing(path, durable=durable) as file:
-        file.write(data)
-
-
 def write_text(path: Path, text: str) -> None:
-    """Write `text` in UTF-8 as the content of `path`, in place of an existing file; raises as :func:`replacing`."""
+    """Write `text` in UTF-8 as the content of `path`, in place of an existing file; raises as :func:`write_bytes`."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any, **options: Any) -> None:
-    """Write `value` as JSON into `path`, in place of an existing file; raises as :func:`replacing`."""
+    """Write `value` as JSON into `path`, in place of an existing file; raises as :func:`write_bytes`."""
     write_text(path, json.dumps(value, **options))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -37,43 +38,54 @@ class Patch:
     """Whether the target may be missing: `build` then gets None, no guard is called, and `restore` removes it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """An attribute of a module or class, or an item of a dict."""
+@dataclass(slots=True)
+class _Place:
+    """An attribute of a module or class, or an item of a dict, and what a patch has done to it."""
 
+    target: str
     holder: Any
     name: str
     is_item: bool
+    original: Any = None
+    """The raw object that was stored in the holder itself (descriptors unbound), `_MISSING` without one."""
+    replacement: Any = None
+
+    @classmethod
+    def of(cls, target: str) -> _Place:
+        module_name, _, path = target.partition(":")
+        try:
+            holder: Any = importlib.import_module(module_name)
+        except ImportError as error:
+            raise PatchError(f"cannot patch {target}: {error}") from error
+        path, bracket, key = path.partition("[")
+        *parents, last = path.split(".")
+        for name in [*parents, last] if bracket else parents:
+            try:
+                holder = getattr(holder, name)
+            except AttributeError:
+                raise PatchError(f"cannot patch {target}: {module_name} has no {name}") from None
+        return cls(target, holder, key.removesuffix("]") if bracket else last, bool(bracket))
 
     def stored(self) -> Any:
         """Return the raw object (descriptors unbound) in the holder itself, not inherited, or `_MISSING`."""
         return (self.holder if self.is_item else vars(self.holder)).get(self.name, _MISSING)
 
-    def resolved(self) -> Any:
-        """Return the raw object under the name, inherited or not, or `_MISSING`."""
+    def resolved(self, may_be_missing: bool = False) -> Any:
+        """Return the raw object under the name, inherited or not; `_MISSING` or PatchError for none."""
         owners = self.holder.__mro__ if isinstance(self.holder, type) else ()
-        return next((vars(owner)[self.name] for owner in owners if self.name in vars(owner)), self.stored())
+        raw = next((vars(owner)[self.name] for owner in owners if self.name in vars(owner)), self.stored())
+        if raw is _MISSING and not may_be_missing:
+            path = self.target.partition(":")[2]
+            raise PatchError(f"cannot patch {self.target}: {path} does not exist in the installed version")
+        return raw
 
     def set(self, value: Any) -> None:
         """Store `value` under the name, or remove the name for `_MISSING`."""
-        if self.is_item:
-            if value is _MISSING:
-                del self.holder[self.name]
-            else:
-                self.holder[self.name] = value
-        elif value is _MISSING:
-            delattr(self.holder, self.name)
+        store, remove = (operator.setitem, operator.delitem) if self.is_item else (setattr, delattr)
+        if value is _MISSING:
+            remove(self.holder, self.name)
         else:
-            setattr(self.holder, self.name, value)
-
-
-@dataclass(slots=True)
-class _Applied:
-    patch: Patch
-    target: _Target
-    original: Any
-    """The raw object that was stored in the holder itself (descriptors unbound), `_MISSING` without one."""
-    replacement: Any
+            store(self.holder, self.name, value)
 
 
 def resolve(target: str) -> Any:
@@ -82,30 +94,7 @@ def resolve(target: str) -> Any:
     Raises:
         PatchError: the module, an attribute on the path or the item does not exist.
     """
-    raw = _target_of(target).resolved()
-    if raw is _MISSING:
-        raise _absent(target)
-    return raw
-
-
-def _absent(target: str) -> PatchError:
-    return PatchError(f"cannot patch {target}: {target.partition(':')[2]} does not exist in the installed version")
-
-
-def _target_of(target: str) -> _Target:
-    module_name, _, path = target.partition(":")
-    try:
-        holder: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise PatchError(f"cannot patch {target}: {error}") from error
-    path, bracket, key = path.partition("[")
-    *parents, last = path.split(".")
-    for name in [*parents, last] if bracket else parents:
-        try:
-            holder = getattr(holder, name)
-        except AttributeError:
-            raise PatchError(f"cannot patch {target}: {module_name} has no {name}") from None
-    return _Target(holder, key.removesuffix("]") if bracket else last, is_item=bool(bracket))
+    return _Place.of(target).resolved()
 
 
 def _unwrap_static(raw: Any) -> Any:
@@ -118,7 +107,7 @@ class PatchSet:
 
     name: str
     patches: tuple[Patch, ...]
-    _applied: list[_Applied] = field(default_factory=list)
+    _applied: list[_Place] = field(default_factory=list)
 
     @property
     def active(self) -> bool:
@@ -127,7 +116,7 @@ class PatchSet:
 
     def targets(self) -> tuple[str, ...]:
         """Return the targets that are replaced at the moment."""
-        return tuple(a.patch.target for a in self._applied)
+        return tuple(place.target for place in self._applied)
 
     def apply(self) -> None:
         """Replace every target; after any error restore all targets and raise. A second call does nothing.
@@ -137,14 +126,12 @@ class PatchSet:
         """
         if self._applied:
             return
-        done: list[_Applied] = []
         try:
             for patch in self.patches:
-                done.append(_apply_one(patch))
+                self._applied.append(_apply_one(patch))
         except BaseException:
-            _put_back(done)
+            self._put_back()
             raise
-        self._applied = done
 
     def check(self) -> None:
         """Check that every target still is the replacement from :meth:`apply`.
@@ -152,11 +139,11 @@ class PatchSet:
         Raises:
             PatchError: another library patched a target after ort_zero.
         """
-        for applied in self._applied:
-            current = applied.target.stored()
-            if current is not applied.replacement:
+        for place in self._applied:
+            current = place.stored()
+            if current is not place.replacement:
                 raise PatchError(
-                    f"{applied.patch.target} was replaced by {_describe(current)} after ort_zero was enabled; "
+                    f"{place.target} was replaced by {_describe(current)} after ort_zero was enabled; "
                     "undo that patch first, then call ort_zero.disable() again"
                 )
 
@@ -167,37 +154,31 @@ class PatchSet:
             PatchError: another library patched a target after ort_zero; nothing is changed then.
         """
         self.check()
-        _put_back(self._applied)
-        self._applied = []
+        self._put_back()
+
+    def _put_back(self) -> None:
+        while self._applied:
+            place = self._applied.pop()
+            place.set(place.original)
 
 
-def _apply_one(patch: Patch) -> _Applied:
-    target = _target_of(patch.target)
-    stored, raw = target.stored(), target.resolved()
-    if raw is _MISSING:
-        if not patch.may_be_new:
-            raise _absent(patch.target)
-        original = None
-    else:
-        original = _unwrap_static(raw)
-        if getattr(original, MARKER, None):
-            raise PatchError(f"{patch.target} carries ort_zero's own patch already (two copies of ort_zero loaded?)")
-        if patch.guard is not None:
-            patch.guard(original)
+def _apply_one(patch: Patch) -> _Place:
+    place = _Place.of(patch.target)
+    place.original, raw = place.stored(), place.resolved(patch.may_be_new)
+    original = None if raw is _MISSING else _unwrap_static(raw)
+    if getattr(original, MARKER, None):
+        raise PatchError(f"{patch.target} carries ort_zero's own patch already (two copies of ort_zero loaded?)")
+    if patch.guard is not None and raw is not _MISSING:
+        patch.guard(original)
     replacement = patch.build(original)
-    if not target.is_item and not isinstance(replacement, ModuleType):
-        for name, value in ((MARKER, patch.target), ("__wrapped__", original)):
-            try:
-                setattr(replacement, name, value)
-            except (AttributeError, TypeError):  # wrapt proxies and builtins have their own attributes
-                pass
-    target.set(type(raw)(replacement) if isinstance(raw, (staticmethod, classmethod)) else replacement)
-    return _Applied(patch, target, stored, target.stored())
-
-
-def _put_back(applied: Iterable[_Applied]) -> None:
-    for item in reversed(list(applied)):
-        item.target.set(item.original)
+    if not place.is_item and not isinstance(replacement, ModuleType):
+        # wrapt proxies and builtins have their own attributes
+        with contextlib.suppress(AttributeError, TypeError):
+            setattr(replacement, MARKER, patch.target)
+            replacement.__wrapped__ = original
+    place.set(type(raw)(replacement) if isinstance(raw, (staticmethod, classmethod)) else replacement)
+    place.replacement = place.stored()
+    return place
 
 
 def _describe(obj: Any) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 from typing import Any
-
-from ort_zero.utils.random_state import random_state_kept
 
 hidden: list[bool] = []
 """Has an element while a command with ``--quiet`` runs: no bar is shown."""
@@ -39,8 +38,11 @@ class bar:
         if self._stream is None or not self._stream.isatty():
             self._stream = None
             return
-        with random_state_kept():  # here, since another thread's draws would be lost in the timer's
-            import rich.progress  # noqa: F401
+        # rich.style draws a number at its import (rich 13 to 15), which a training would miss
+        state = random.getstate()
+        import rich.progress  # noqa: F401
+
+        random.setstate(state)
         if delay:
             self._timer = threading.Timer(delay, self._start)
             self._timer.daemon = True

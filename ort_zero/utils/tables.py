@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-GAP = "  "
-"""The space between two columns, by default."""
 
-
-def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), separator: str = GAP) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """Return one line per row, with no spaces at its end.
 
     Args:
@@ -19,4 +16,4 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), separato
     def padded(row: Sequence[str]) -> list[str]:
         return [text.rjust(n) if i in right else text.ljust(n) for i, (text, n) in enumerate(zip(row, widths))]
 
-    return [separator.join(padded(row)).rstrip() for row in rows]
+    return ["  ".join(padded(row)).rstrip() for row in rows]

@@ -47,18 +47,7 @@ def map_attributes(function: Callable[[str, torch.Tensor], Any], value: Any) -> 
             waiting.append(mapped)
 
 
-_VALUES = (
-    types.NoneType,
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    types.FunctionType,
-    types.MethodType,
-    types.ModuleType,
-)
+_VALUES = (type(None), bool, int, float, complex, str, bytes, types.FunctionType, types.MethodType, types.ModuleType)
 
 
 def _attributes(value: Any) -> dict[str, Any]:

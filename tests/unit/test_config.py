@@ -32,20 +32,18 @@ def test_unknown_key_names_path_value_and_nearest_key(section, path, value, near
 
 
 @pytest.mark.parametrize(
-    ("section", "answers"),
+    ("section", "answer"),
     [
-        ({"place": "ort"}, ['"compile.place", that is "compile": {"place": "ort"}, or "ortmodule.place", that is']),
-        ({"plaec": "ort"}, ['"compile.place", that is "compile": {"place": "ort"}, or "ortmodule.place", that is']),
-        ({"verify": "off"}, ['"compile.verify", that is "compile": {"verify": "off"}?']),
-        ({"compile": {"exclude": ["head"]}}, ['"exclude", that is "exclude": ["head"]?']),
-        ({"memory": {"enabled": True}}, ['"enabled", that is', '"statistics.enabled", that is "statistics": {"ena']),
-        ({"output_dir": "run"}, ['"statistics.output_dir", that is "statistics": {"output_dir": "run"}?']),
+        ({"place": "ort"}, '"compile.place" or "ortmodule.place"?'),
+        ({"plaec": "ort"}, '"compile.place" or "ortmodule.place"?'),
+        ({"compile": {"exclude": ["head"]}}, '"exclude"?'),
+        ({"memory": {"enabled": True}}, '"enabled" or "statistics.enabled"?'),
     ],
 )
-def test_a_right_key_in_a_wrong_place_is_answered_with_its_path(section, answers):
+def test_a_right_key_in_a_wrong_place_is_answered_with_its_path(section, answer):
     with pytest.raises(ConfigError) as error:
         config.parse(section)
-    assert all(answer in str(error.value) for answer in answers), str(error.value)
+    assert f"did you mean {answer}" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -128,16 +128,6 @@ def test_a_build_of_ones_own_is_accepted_under_either_name_and_on_any_python(ins
     assert versions.require("ort") == ("python 3.13.0", "onnxruntime-training 1.20.1+cpu")
 
 
-def test_musl_is_refused_in_words(installed, monkeypatch):
-    installed(onnxruntime_training=None)
-    monkeypatch.setattr(versions.sysconfig, "get_config_var", {"SOABI": "cpython-311-x86_64-linux-musl"}.get)
-    with pytest.raises(UnsupportedVersionError, match=r"musl \(Alpine\).*use a system with glibc, such as Debian"):
-        versions.require("ort")
-    with pytest.raises(UnsupportedVersionError, match=r"musl \(Alpine\).*use a system with glibc, such as Debian"):
-        versions.require("compile")
-    assert next(row for row in versions.findings() if row.name == "python").found == "3.11.7 on musl"
-
-
 _WRAP_WITHOUT_ORT = """
 import sys
 from importlib import metadata

@@ -103,6 +103,6 @@ def test_a_clash_keeps_the_wheel_of_the_engine_that_is_asked_for(site, monkeypat
     monkeypatch.setenv("ORT_ZERO_BACKEND", "ortmodule")
     clash = versions.clash()
     assert clash is not None
-    site.obey(clash.cure)
+    site.obey(clash.fix)
     assert versions.clash() is None and versions.damage() is None
     assert versions.installed("onnxruntime-training") == "1.19.2"

@@ -343,7 +343,7 @@ class LocalFolder(Folder):
     def writing(self, name: str, token: str, durable: bool = False, size: int = 0) -> Iterator[IO[bytes]]:
         path = self._root / self.partial(name, token)
         try:
-            with removed_on_error(path, durable=durable, buffering=0) as raw:
+            with removed_on_error(path, durable=durable) as raw:
                 yield cast(IO[bytes], _WholeWrites(raw))
         except OSError as error:
             raise CheckpointError(f"cannot write {self.path(name)}: {error.strerror or error}") from error

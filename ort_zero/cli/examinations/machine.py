@@ -19,6 +19,7 @@ from importlib import metadata
 
 from ort_zero import __version__, env
 from ort_zero.compat import deepspeed_programs, torch_extensions, versions
+from ort_zero.compat.versions import Problem
 from ort_zero.cpu_memory import measures
 from ort_zero.plugin import fast_bf16, loading
 from ort_zero.utils.masking import masked
@@ -36,15 +37,6 @@ _NAMES = frozenset(
     "CC CXX GLIBC_TUNABLES HOME LD_LIBRARY_PATH MALLOC_MMAP_THRESHOLD_ MALLOC_TRIM_THRESHOLD_ OMP_NUM_THREADS TMPDIR "
     "THP_MEM_ALLOC_ENABLE XDG_CACHE_HOME".split()
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One problem that prevents the training of models."""
-
-    what: str
-    fix: str
-    """The command line that solves the problem."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +65,7 @@ def examine() -> Report:
     engine = versions.engine()
     findings = versions.findings()
     clash = versions.clash() or versions.damage()
-    problems = [Problem(clash.what, clash.cure)] if clash is not None else []
+    problems = [clash] if clash is not None else []
     problems += [
         Problem(f"{f.name} {f.found or 'is missing'}, needed: {f.needed}", f.cure) for f in findings if not f.ok
     ]
@@ -89,7 +81,7 @@ def examine() -> Report:
     problems += _other_problems(examination.built, entry_point)
     names = [name for name in sorted(os.environ) if name.startswith(_PREFIXES) or name in _NAMES]
     extensions = f"{'built' if examination.built else 'not built yet'}, {examination.directory or 'nowhere yet'}"
-    libc = " ".join(platform.libc_ver()).strip() or ("musl" if versions.on_musl() else "unknown C library")
+    libc = " ".join(platform.libc_ver()).strip() or "unknown C library"
     ninja = shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))
     facts = {
         "engine": _ENGINES[engine],

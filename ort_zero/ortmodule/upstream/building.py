@@ -182,7 +182,8 @@ def _debug_options(options: BuildOptions) -> Any:
     from onnxruntime.training.ortmodule import DebugOptions, LogLevel
 
     # from INFO on, upstream notes for each graph what its builder leaves out
-    level = LogLevel.ERROR if _is_quiet(options.log_level) else LogLevel[log.chosen(options.log_level).ortmodule]
+    level = LogLevel.VERBOSE if log.chosen(options.log_level) == logging.DEBUG else LogLevel.DEVINFO
+    level = LogLevel.ERROR if _is_quiet(options.log_level) else level
     if options.save_onnx is None or env.rank() != 0:
         return DebugOptions(level)
     Path(options.save_onnx).mkdir(parents=True, exist_ok=True)
@@ -224,4 +225,4 @@ def _quiet(level: str) -> Any:
 
 
 def _is_quiet(level: str) -> bool:
-    return log.chosen(level).number >= logging.INFO
+    return log.chosen(level) >= logging.INFO

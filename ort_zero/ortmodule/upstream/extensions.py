@@ -28,7 +28,7 @@ import filelock
 
 from ort_zero import env
 from ort_zero.compat import versions
-from ort_zero.errors import BuildError
+from ort_zero.errors import BuildError, UnsupportedVersionError
 from ort_zero.ortmodule.upstream import PACKAGE, source_edits
 from ort_zero.utils import atomic_write
 from ort_zero.utils.trusted_folder import reason_not_to_trust
@@ -152,8 +152,11 @@ def python_include() -> Path:
 def _version(distribution: str) -> str:
     version = versions.installed(distribution)
     if version is None:
-        raise BuildError(versions.how_to_get(distribution))
-    return version
+        try:
+            versions.require("ort")
+        except UnsupportedVersionError as error:
+            raise BuildError(str(error)) from None
+    return str(version)
 
 
 def _package_dir(name: str) -> Path:
