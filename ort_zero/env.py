@@ -85,13 +85,13 @@ def can_write(folder: Path) -> bool:
 
 @functools.cache
 def request(variable: str) -> dict[str, Any] | None:
-    """Return what a command asks of the script that it has started; None without a request.
+    """Return what a command asks of the script that it has started; None without a command that waits.
 
     Args:
         variable: :data:`MEMORY_TRIAL`, :data:`PROFILE`, :data:`EXPLAIN` or :data:`STATISTICS`.
     """
     name = os.environ.get(variable)
-    return json.loads(Path(name).read_text(encoding="utf-8")) if name else None
+    return json.loads(Path(name).read_text(encoding="utf-8")) if name and Path(name).is_file() else None
 
 
 def answer(variable: str, report: Any) -> None:
@@ -109,6 +109,11 @@ def rank() -> int:
 def world_size() -> int:
     """Return the number of processes that the launcher started; 1 without a launcher."""
     return max(1, int(os.environ.get("WORLD_SIZE", "1") or 1))
+
+
+def local_world_size() -> int:
+    """Return the number of ranks on this machine; 1 without a launcher."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
 
 
 def several_hosts() -> bool:
@@ -137,4 +142,4 @@ def threads_per_rank() -> int:
     explicit = os.environ.get("OMP_NUM_THREADS", "")
     if explicit.isdigit() and int(explicit) > 0:
         return int(explicit)
-    return max(1, usable_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)))
+    return max(1, usable_cores() // local_world_size())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ort_zero.compat.torch_modules import parameters_of
@@ -23,28 +22,30 @@ FIND_MODEL_FILE = f"{ZERO_TO_FP32}:get_model_state_file"
 """The functions that find DeepSpeed's files in the folder of one checkpoint; Lightning calls these, too."""
 _STAGES = "deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.zero.stage3"
 _OPTIMIZERS = f"{_STAGES[0]}:DeepSpeedZeroOptimizer", f"{_STAGES[1]}:DeepSpeedZeroOptimizer_Stage3"
-_REDUCES = (
-    "reduce_ready_partitions_and_remove_grads", "process_gradients", "reduce_gradients",
-    "overlapping_partition_gradients_reduce_epilogue", "independent_gradient_partition_epilogue",
-)  # fmt: skip
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
-_GATHERS = (f"{_COORDINATOR}.fetch_sub_module", f"{_STAGES[0]}:all_gather_dp_groups", f"{_OPTIMIZERS[1]}._post_step")
+GATHERS = (f"{_COORDINATOR}.fetch_sub_module", f"{_STAGES[0]}:all_gather_dp_groups", f"{_OPTIMIZERS[1]}._post_step")
+"""The functions that gather parameters in any version of DeepSpeed, for :func:`existing`."""
+REDUCES = (
+    *(f"{optimizer}.{name}" for optimizer in _OPTIMIZERS for name in (
+        "reduce_ready_partitions_and_remove_grads", "process_gradients", "reduce_gradients",
+        "overlapping_partition_gradients_reduce_epilogue", "independent_gradient_partition_epilogue",
+    )),
+    f"{ENGINE}:DeepSpeedEngine.allreduce_gradients",
+)  # fmt: skip
+"""The functions that reduce gradients in any version of DeepSpeed."""
 
 
-def require_fp32_reader(original: Any) -> None:
-    """Raise PatchError unless :data:`READ_FP32_STATE` takes a checkpoint's folder and ``exclude_frozen_parameters``."""
-    defined_in(ZERO_TO_FP32)(original)
-    if list(inspect.signature(original).parameters) != ["ds_checkpoint_dir", "exclude_frozen_parameters"]:
-        raise PatchError(f"{READ_FP32_STATE} takes the unknown arguments {inspect.signature(original)}")
+def takes(*arguments: str) -> Callable[[Any], None]:
+    """Return a guard that raises PatchError for a function of :data:`ZERO_TO_FP32` with other arguments."""
 
+    def guard(original: Any) -> None:
+        defined_in(ZERO_TO_FP32)(original)
+        if tuple(inspect.signature(original).parameters) != arguments:
+            raise PatchError(
+                f"{original.__name__} of {ZERO_TO_FP32} takes the unknown arguments {inspect.signature(original)}"
+            )
 
-def require_file_finder(original: Any) -> None:
-    """Raise PatchError unless a function that finds files takes the folder of a checkpoint as its first argument."""
-    defined_in(ZERO_TO_FP32)(original)
-    if list(inspect.signature(original).parameters) not in (["checkpoint_dir"], ["checkpoint_dir", "zero_stage"]):
-        raise PatchError(
-            f"{original.__name__} of {ZERO_TO_FP32} takes the unknown arguments {inspect.signature(original)}"
-        )
+    return guard
 
 
 def config_of(init: Any, self: Any, args: tuple, kwargs: dict) -> tuple[inspect.BoundArguments, dict]:
@@ -112,22 +113,9 @@ def all_ranks_are_replicas(engine: Any) -> bool:
     return bool(engine.dp_world_size == dist.get_world_size() and not getattr(engine, "has_moe_layers", False))
 
 
-def flops_are_counted(engine: Any) -> Callable[[], bool]:
-    """Return a function that returns True in the step whose operations DeepSpeed's flops profiler counts on rank 0.
-
-    The function returns the same on all ranks. It does not keep the engine alive.
-    """
-    reference = weakref.ref(engine)
-
-    def is_counted() -> bool:
-        live = reference()
-        return (
-            live is not None
-            and live.flops_profiler_enabled()
-            and live.global_steps == live.flops_profiler_profile_step()
-        )
-
-    return is_counted
+def flops_are_counted(engine: Any) -> bool:
+    """Return True, on all ranks alike, in the step whose operations DeepSpeed's flops profiler counts on rank 0."""
+    return engine.flops_profiler_enabled() and engine.global_steps == engine.flops_profiler_profile_step()
 
 
 def is_partitioned(parameter: Any) -> bool:
@@ -177,18 +165,8 @@ def drop_accumulated_gradients(engine: Any) -> None:
     engine.micro_steps = 0
 
 
-def gathers() -> Iterator[tuple[Any, str]]:
-    """Yield the functions that gather parameters in the installed DeepSpeed: class or module, and name in it."""
-    yield from _existing(_GATHERS)
-
-
-def reduces() -> Iterator[tuple[Any, str]]:
-    """Yield the functions that reduce gradients in the installed DeepSpeed: class or module, and name in it."""
-    yield from _existing(f"{optimizer}.{name}" for optimizer in _OPTIMIZERS for name in _REDUCES)
-    yield from _existing(["deepspeed.runtime.engine:DeepSpeedEngine.allreduce_gradients"])
-
-
-def _existing(targets: Any) -> Iterator[tuple[Any, str]]:
+def existing(targets: Iterable[str]) -> Iterator[tuple[Any, str]]:
+    """Yield class or module, and name in it, of those functions that the installed DeepSpeed has."""
     for target in targets:
         module_name, _, path = target.partition(":")
         holder: Any = importlib.import_module(module_name)

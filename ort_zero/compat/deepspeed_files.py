@@ -47,17 +47,13 @@ def loss_scaler(saved: dict[str, Any] | None, half: bool) -> Any:
     import torch
     from deepspeed.runtime.fp16 import loss_scaler as scalers
 
-    scaler: Any
-    if half:
+    state = saved or {"class": "", "state": {}}
+    scaler: Any = scalers.LossScaler(scale=1.0)
+    if half and state["class"] != "LossScaler":
         scaler = scalers.DynamicLossScaler(
             init_scale=2**16, scale_window=1000, min_scale=1, delayed_shift=2, consecutive_hysteresis=False,
             dtype=torch.half,
         )  # fmt: skip
-    else:
-        scaler = scalers.LossScaler(scale=1.0)
-    if saved is not None:
-        if saved["class"] == "LossScaler" and half:
-            scaler = scalers.LossScaler(scale=1.0)
-        if saved["class"] == type(scaler).__name__:
-            vars(scaler).update(saved["state"])
+    if state["class"] == type(scaler).__name__:
+        vars(scaler).update(state["state"])
     return scaler

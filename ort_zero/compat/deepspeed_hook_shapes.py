@@ -7,7 +7,7 @@ variables that they close over.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -81,23 +81,20 @@ class HookShape(NamedTuple):
     """DeepSpeed's decorator of each nested function, by name: ``"compile"``, ``"nvtx"`` or None."""
 
 
-def probe(registering_function: Callable) -> HookShape:
-    """Return the shape of the function that registers the hooks.
+def probe(function: Any) -> HookShape:
+    """Return the shape of ``_register_deepspeed_module``, or of the function ``setup_zero_stage3_hooks``.
 
     Raises:
         PatchError: a part is unknown; the message names the part, the installed version, and the supported versions.
     """
-    return _probe(registering_function, _REGISTER)
-
-
-def probe_setup(setup_function: Callable) -> HookShape:
-    """Return the shape of ``setup_zero_stage3_hooks``; raise PatchError as :func:`probe` does."""
-    return _probe(setup_function, _SETUP)
-
-
-def _probe(function: Any, expected: _Expectation) -> HookShape:
+    expected = _SETUP if getattr(function, "__name__", "") == "setup_zero_stage3_hooks" else _REGISTER
     for what in _deviations(function, expected):
-        raise unknown_shape(getattr(function, "__qualname__", repr(function)), what)
+        cure = next(r.cure for r in versions.REQUIREMENTS if r.distribution == "deepspeed")
+        where = f"{MODULE}.{getattr(function, '__qualname__', function)} of DeepSpeed {versions.installed('deepspeed')}"
+        raise PatchError(
+            f"{where} has an unknown shape: {what}. DeepSpeed was left as it is; ort_zero's ZeRO-3 hooks work with "
+            f"{WORKING}: {cure}"
+        )
     codes = _nested(function.__code__)
     wrappers = {name: wrapper for name, (_, wrapper) in expected.functions.items()}
     return HookShape(function, {name: codes[name] for name in wrappers}, wrappers)
@@ -146,15 +143,6 @@ def _nested(code: CodeType) -> dict[str, CodeType]:
 def _arguments(code: CodeType) -> tuple[str, ...]:
     names, variadic, named = inspect.getargs(code)
     return (*names, *(f"*{name}" for name in (variadic,) if name), *(f"**{name}" for name in (named,) if name))
-
-
-def unknown_shape(function: str, what: str) -> PatchError:
-    """Return the error for an unknown part of DeepSpeed's hooks, with its version and the supported versions."""
-    cure = next(r.cure for r in versions.REQUIREMENTS if r.distribution == "deepspeed")
-    return PatchError(
-        f"{MODULE}.{function} of DeepSpeed {versions.installed('deepspeed')} has an unknown shape: {what}. DeepSpeed "
-        f"was left as it is; ort_zero's ZeRO-3 hooks work with {WORKING}: {cure}"
-    )
 
 
 def _joined(names: Iterable[str]) -> str:

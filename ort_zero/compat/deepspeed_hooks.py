@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any
 
-from ort_zero.compat.deepspeed_hook_shapes import MODULE, HookShape, probe, probe_setup
+from ort_zero.compat.deepspeed_hook_shapes import MODULE, HookShape, probe
 
 OFFLOAD = f"{MODULE}:DeepSpeedZeRoOffload"
 BEFORE_BACKWARD = "pre_bwd_fn"
@@ -24,40 +23,15 @@ AFTER_BACKWARD = "post_bwd_fn"
 """Attribute of a module through whose ``apply`` DeepSpeed's hook passes each input."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RebindedHooks:
-    """DeepSpeed's hook functions, bound to one ``DeepSpeedZeRoOffload``."""
-
-    start_of_forward: Callable[..., None]
-    """Forward pre-hook of the root."""
-    pre_forward: Callable[..., None]
-    post_forward: Callable[[Any, Any, Any], None]
-    pre_backward: Callable[[Any, Any, Any], Any]
-    """Forward hook: passes each output through ``module.pre_bwd_fn.apply``."""
-    post_backward: Callable[[Any, Any], Any]
-    """Forward pre-hook: passes each input through ``module.post_bwd_fn.apply``."""
-    run_before_backward: Callable[[Any], None]
-    run_after_backward: Callable[[Any], None]
-
-
-def rebind(offload: Any) -> RebindedHooks:
-    """Return DeepSpeed's hook functions bound to `offload`, whether or not its class is patched at the moment.
+def rebind(offload: Any) -> dict[str, Callable[..., Any]]:
+    """Return DeepSpeed's hook functions, by their names, bound to `offload`, whether or not its class is patched.
 
     Raises:
         PatchError: the shape is unknown.
     """
     cls = type(offload)
     register = _bind(probe(_original(cls._register_deepspeed_module)), offload)
-    setup = _bind(probe_setup(_original(cls.setup_zero_stage3_hooks)), offload)
-    return RebindedHooks(
-        start_of_forward=setup["_start_of_forward_hook"],
-        pre_forward=register["_pre_forward_module_hook"],
-        post_forward=register["_post_forward_module_hook"],
-        pre_backward=register["_pre_backward_module_hook"],
-        post_backward=register["_post_backward_module_hook"],
-        run_before_backward=register["_run_before_backward_function"],
-        run_after_backward=register["_run_after_backward_function"],
-    )
+    return register | _bind(probe(_original(cls.setup_zero_stage3_hooks)), offload)
 
 
 def invalidate_trace(offload: Any) -> None:

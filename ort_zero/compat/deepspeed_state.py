@@ -79,8 +79,7 @@ class EngineState:
         self.engine = engine
         self.optimizer = engine.optimizer
         self.stage = int(engine.zero_optimization_stage())
-        module = engine.module
-        self.module = inside_of_ortmodule(module)
+        self.module = inside_of_ortmodule(engine.module)
         _refuse_other_parallelism(engine, self.optimizer, self.stage)
         self.names = {id(p): name for name, p in self.module.named_parameters()}
         self.parameters = dict(self.module.named_parameters())
@@ -112,14 +111,9 @@ class EngineState:
     def flats(self) -> tuple[Flat, ...]:
         """Return the flat buffers of this rank; empty without an optimizer."""
         if self._flats is None:
-            if self.optimizer is None:
-                self._flats = ()
-            elif self.stage == 3:
-                self._flats = tuple(self._flats_of_stage_3())
-            elif self.stage == 0:
-                self._flats = tuple(self._flats_of_stage_0())
-            else:
-                self._flats = tuple(self._flats_of_stage_1_and_2())
+            by_stage = {0: self._flats_of_stage_0, 3: self._flats_of_stage_3}
+            of_stage = by_stage.get(self.stage, self._flats_of_stage_1_and_2)
+            self._flats = () if self.optimizer is None else tuple(of_stage())
         return self._flats
 
     def base_optimizer(self) -> Any:
@@ -290,26 +284,21 @@ class EngineState:
     def loaded(self) -> None:
         """Update the module's weights from newly written master weights. All ranks must call."""
         optimizer = self.optimizer
-        if self.stage == 3 and optimizer is not None:
+        if self.stage == 0:
+            # each rank has written its own slices of the weights
+            for flat in self.flats():
+                self._gather_slices(flat)
+        elif self.stage == 3 and optimizer is not None:
             for master, low in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat):
                 if master.numel():
                     low.data.copy_(master.data)
             for low, partitions in zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp16_partitioned_groups):
                 for partition, value in zip(partitions, optimizer.unflatten(low, partitions)):
                     partition.data = value.data
-        elif self.stage and optimizer is not None:
+        elif optimizer is not None:
             optimizer.update_lp_params()
             # DeepSpeed makes the parameters' views of the optimizer state again at their next use
             optimizer._hp_optimizer_states_linked = False
-        elif self.stage == 0:
-            # each rank has written its own slices of the weights
-            for flat in self.flats():
-                self._gather_slices(flat)
-
-    def slice_of(self, elements: int, rank: int) -> tuple[int, int]:
-        """Return the range of a replicated tensor that `rank` saves and loads without ZeRO, in elements."""
-        size = dist.get_world_size()
-        return elements * rank // size, elements * (rank + 1) // size
 
     # -- the stages ---------------------------------------------------------------------------------------------------
 
@@ -336,7 +325,7 @@ class EngineState:
         rank = dist.get_rank()
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
-                start, end = self.slice_of(parameter.numel(), rank)
+                start, end = _slice_of(parameter.numel(), rank)
                 name = self.names[id(parameter)]
                 places = (Place(name, start, end - start, start),) if end > start else ()
                 yield Flat(group=index, master=_flat_view(parameter.data, name), key=parameter, places=places)
@@ -344,9 +333,15 @@ class EngineState:
     def _gather_slices(self, flat: Flat) -> None:
         for tensor in (flat.master, *(v.view(-1) for v in self.elementwise(flat).values())):
             for rank in range(dist.get_world_size()):
-                start, end = self.slice_of(tensor.numel(), rank)
+                start, end = _slice_of(tensor.numel(), rank)
                 if end > start:
                     dist.broadcast(tensor[start:end], src=rank)
+
+
+def _slice_of(elements: int, rank: int) -> tuple[int, int]:
+    """Return the range of a replicated tensor that `rank` saves and loads without ZeRO, in elements."""
+    size = dist.get_world_size()
+    return elements * rank // size, elements * (rank + 1) // size
 
 
 def _buffers_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -401,6 +396,8 @@ def _refuse_other_parallelism(engine: Any, optimizer: Any, stage: int) -> None:
         raise CheckpointError(f"sharded checkpoints do not support tensor or pipeline parallelism; {way_out}")
     if engine.has_moe_layers:
         raise CheckpointError(f"sharded checkpoints do not support DeepSpeed's MoE layers; {way_out}")
+    if optimizer is None:
+        return
     if getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False):
         raise CheckpointError(f"the optimizer state is offloaded to NVMe, where it cannot be read in place; {way_out}")
     group = getattr(optimizer, "dp_process_group", None)
@@ -409,11 +406,8 @@ def _refuse_other_parallelism(engine: Any, optimizer: Any, stage: int) -> None:
             f"ZeRO partitions over {dist.get_world_size(group)} of {dist.get_world_size()} ranks (MiCS, sequence "
             f"parallelism); sharded checkpoints need all; {way_out}"
         )
-    if optimizer is None:
-        return
     kind = type(optimizer).__name__
-    base_class = {0: torch.optim.Optimizer, 3: None}.get(stage)
-    if base_class is not None and not isinstance(optimizer, base_class):
+    if stage == 0 and not isinstance(optimizer, torch.optim.Optimizer):
         raise CheckpointError(f"sharded checkpoints do not support {kind} without ZeRO; use ZeRO-1, or {way_out}")
     if stage in (1, 2) and not (hasattr(optimizer, "bit16_groups") or hasattr(optimizer, "bf16_groups")):
         raise CheckpointError(f"{kind} stores its fp32 master weights under unknown attribute names; {way_out}")

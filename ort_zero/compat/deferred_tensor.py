@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,38 +91,19 @@ class DeferredTensor(torch.Tensor):
     def _as_plain(self) -> torch.Tensor:
         return self.content.now().detach().requires_grad_(self.requires_grad)
 
-    # what reads the memory of a tensor asks no operator for it
 
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the values as an array."""
-        return self._as_plain().numpy(*args, **kwargs)
+def _of_values(name: str) -> Callable[..., Any]:
+    """Return a method that calls the method of this name of a tensor with the values."""
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._as_plain().__array__(*args, **kwargs)
+    def method(self: DeferredTensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._as_plain(), name)(*args, **kwargs)
 
-    def tolist(self) -> Any:
-        """Return the values as nested lists."""
-        return self._as_plain().tolist()
+    return method
 
-    def data_ptr(self) -> int:
-        """Return the address of the values."""
-        return self.content.now().data_ptr()
 
-    def untyped_storage(self) -> Any:
-        """Return the memory of the values."""
-        return self.content.now().untyped_storage()
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._as_plain().__dlpack__(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._as_plain().__reduce_ex__(protocol)
-
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return repr(self._as_plain())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._as_plain(), memo)
-
-    def __format__(self, spec: str) -> str:
-        return format(self._as_plain(), spec)
+# what reads the memory of a tensor asks no operator for it
+for _name in (
+    "numpy", "tolist", "data_ptr", "untyped_storage", "__array__", "__dlpack__", "__reduce_ex__", "__repr__",
+    "__deepcopy__", "__format__",
+):  # fmt: skip
+    setattr(DeferredTensor, _name, _of_values(_name))

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -36,6 +37,16 @@ def record_for_torchrun(text: str) -> None:
         info = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": info}}))
+
+
+def silence_deprecated_collectives() -> None:
+    """Silence torch's warning about the collectives that DeepSpeed 0.19 calls, on which no user can act.
+
+    The filter is the last one, so that a user who asks for the warning (``-W``, ``filterwarnings``) gets it.
+    """
+    text = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+    # torch attributes the warning to its own wrapper, not to the caller
+    warnings.filterwarnings("ignore", text, FutureWarning, r"torch\.distributed\.c10d_logger", append=True)
 
 
 def compares_ranks() -> bool:

@@ -16,7 +16,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ from ort_zero.utils.trusted_folder import reason_not_to_trust
 
 _SILENT_SECONDS = 10.0
 """Seconds of waiting for a lock after which a message says what for; the next messages come a minute apart."""
-_COMPILERS = ("cc1plus", "ninja", "g++", "c++", "clang++", "nvcc", "cicc", "ptxas")
-"""Names of processes that compile C++ or CUDA."""
 
 
 def prepare() -> None:
@@ -88,30 +86,22 @@ def _holder(lock: Path) -> str | None:
 
 
 def _tell_of_wait(lock: str) -> None:
-    """Log what this process waits for, since when, who holds the file, and whether a compiler runs."""
+    """Log what this process waits for, since when, and who holds the file."""
     try:
         made = os.stat(lock).st_mtime
     except FileNotFoundError:
         return  # the build has just ended
-    text = f"waiting for {lock} of {time.strftime('%H:%M:%S', time.localtime(made))}"
-    if holder := _holder(Path(lock)):
-        compiler = next((name for name in _names_of_processes() if name in _COMPILERS), None)
-        text += f": {holder} holds the file, and {f'{compiler} runs' if compiler else 'no compiler runs'}"
-        level = logging.WARNING
-    else:
-        text += (
-            ": no process of this machine holds the file. If no other machine compiles there, a build was killed: "
+    since = time.strftime("%H:%M:%S", time.localtime(made))
+    holder = _holder(Path(lock))
+    level, why = logging.WARNING, f"{holder} holds the file"
+    if holder is None:
+        level = logging.ERROR
+        why = (
+            "no process of this machine holds the file. If no other machine compiles there, a build was killed: "
             f"rm {shlex.quote(lock)}"
         )
-        level = logging.ERROR
     # an error passes the filter of rank 0, which may be on a host where nothing waits
-    log.get_logger().log(level if env.rank() == 0 else logging.ERROR, "%s", text)
-
-
-def _names_of_processes() -> Iterator[str]:
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # the process has ended
-            yield (process / "comm").read_text().strip()
+    log.get_logger().log(level if env.rank() == 0 else logging.ERROR, "waiting for %s of %s: %s", lock, since, why)
 
 
 def patches() -> tuple[Patch, ...]:

@@ -10,22 +10,15 @@ from typing import Any
 
 from ort_zero import config, env, log
 from ort_zero.compat import deepspeed as ds_compat
-from ort_zero.compat import third_party
+from ort_zero.compat import deepspeed_waits
+from ort_zero.compat.torch_distributed import silence_deprecated_collectives
 from ort_zero.cpu_memory import measures
 from ort_zero.distributed import lone_failures
-from ort_zero.distributed.missing_ranks import note_this_rank, remember_ranks
+from ort_zero.distributed.missing_ranks import note_this_rank
 from ort_zero.errors import CheckpointError, ConfigError
-from ort_zero.plugin import (
-    collected_script,
-    compile_progress,
-    fast_bf16,
-    loading,
-    metrics,
-    profiled_script,
-    statistics,
-    summary,
-)
+from ort_zero.plugin import collected_script, fast_bf16, loading, profiled_script, statistics, summary
 from ort_zero.plugin.zero3_hooks import patches as zero3_patches
+from ort_zero.profiling import metrics
 from ort_zero.runtimes import registry
 from ort_zero.utils.patching import Patch, defined_in
 
@@ -33,7 +26,7 @@ from ort_zero.utils.patching import Patch, defined_in
 def _engine_init(original):
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
-        note_this_rank()  # first: after the collectives of the constructor each rank can read all notes
+        note_this_rank()  # first: the constructor has collectives, which may fail
         bound, ds_config = ds_compat.config_of(original, self, args, kwargs)
         ds_config = collected_script.changed(ds_config)
         section = config.section_of(ds_config)
@@ -46,44 +39,42 @@ def _engine_init(original):
         _refuse_local_storage(ds_config, section)
         log.set_level(section.log_level, self)
         measures.begin(section.cpu_memory)
-        third_party.silence()
-        patch_gathers()
+        silence_deprecated_collectives()
+        # for the first engine with a section: without a section DeepSpeed stays unchanged
+        registry.apply("gathers", deepspeed_waits.patches)
         engine = section.engine()
-        if engine == "torch":
-            with zero3_patches.with_section():
-                original(self, *args, **kwargs)
-            measures.connect(self, section.cpu_memory, section.memory.recompute == "auto")
-            _note(self)
-            summary.announce(section, self.module, None)
-            metrics.write_metrics_of(self, section.metrics, None)
-            return _subscribe(self, section.statistics)
-        model, measured = bound.arguments["model"], profiled_script.without_fallback(section)
-        runtime: Any = loading.load(engine).run(model, measured, ds_config)
+        runtime: Any = None
+        if engine != "torch":
+            measured = profiled_script.without_fallback(section)
+            runtime = loading.load(engine).run(bound.arguments["model"], measured, ds_config)
         with zero3_patches.with_section():
             original(*bound.args, **bound.kwargs)
         measures.connect(self, section.cpu_memory, section.memory.recompute == "auto")
-        from ort_zero.units import installation  # needs ONNX Runtime
+        if runtime is not None:
+            from ort_zero.units import installation  # needs ONNX Runtime
 
-        installation.connect(runtime, self)
+            installation.connect(runtime, self)
         _note(self)
-        statistics.note_onnxruntime(self.module, runtime)
-        from ort_zero.compat import torch_compile  # not with DeepSpeed: it imports torch's compiler
+        if runtime is None:
+            summary.announce(section, self.module, None)
+        else:
+            from ort_zero.plugin.wrap import announce_units  # not with DeepSpeed: it imports torch's compiler
 
-        torch_compile.while_converting[:] = [compile_progress.shown]
-        self.__dict__["ort_zero_runtime"] = weakref.ref(runtime)
-        runtime.announce = lambda ready: summary.announce(section, ready.module, ready)
-        profiled_script.measure_engine(self, runtime)
+            announce_units(runtime, self.module, section)
+            self.__dict__["ort_zero_runtime"] = weakref.ref(runtime)
+            profiled_script.measure_engine(self, runtime)
         metrics.write_metrics_of(self, section.metrics, runtime)
-        return _subscribe(self, section.statistics)
+        session = statistics.collect(self, section.statistics)
+        if session is not None:
+            self.__dict__["ort_zero_statistics"] = session
 
     return __init__
 
 
 def _note(engine: Any) -> None:
-    """Note the rank, the ranks' hosts and the ZeRO stage of a new engine, also without a section; must not raise."""
+    """Note the rank and the ZeRO stage of a new engine, also without a section; must not raise."""
     registry.engines_made[:] = [True]
     note_this_rank()  # if the engine itself has made the process group
-    remember_ranks()
     lone_failures.prepare()
     section = getattr(engine, "ort_zero_section", None)
     if section is not None:
@@ -98,23 +89,6 @@ def _note(engine: Any) -> None:
 
     stage = int(engine.zero_optimization_stage())
     remember(engine.module, zero_stage=stage, data_parallel=ds_compat.all_ranks_are_replicas(engine))
-
-
-def _subscribe(engine: Any, section: config.StatisticsConfig) -> None:
-    """Collect statistics of an engine as the section says. All ranks must call."""
-    session = statistics.collect(engine, section)
-    if session is not None:
-        engine.__dict__["ort_zero_statistics"] = session
-
-
-def patch_gathers() -> None:
-    """Patch a DeepSpeed that does not wait for all parameters that it gathers; a second call does nothing.
-
-    Called for the first engine with a section: without a section DeepSpeed stays unchanged.
-    """
-    from ort_zero.compat import deepspeed_waits
-
-    registry.apply("gathers", deepspeed_waits.patches)
 
 
 def _refuse_local_storage(ds_config: dict, section: config.Config) -> None:
@@ -145,7 +119,7 @@ def _save_checkpoint(original):
         arguments = bound.arguments
         from ort_zero.checkpoint.saves import saving
 
-        with metrics.save_of(self):
+        with metrics.counting_a_save_of(self):
             saving.save(
                 self,
                 arguments["save_dir"],

@@ -8,7 +8,10 @@ earlier imports of the others work as well.
 from __future__ import annotations
 
 import functools
+import inspect
 import tempfile
+from collections.abc import Callable
+from typing import Any
 
 from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.errors import PatchError
@@ -16,41 +19,37 @@ from ort_zero.log import get_logger
 from ort_zero.utils.patching import Patch, resolve
 
 
-def _read_fp32_state(original):
+def _ours_or(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `ours` for the folder of a checkpoint of ort_zero's format, else `original`."""
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
-    def read(ds_checkpoint_dir, exclude_frozen_parameters):
-        from ort_zero.checkpoint import zero_to_fp32
-        from ort_zero.checkpoint.finding import find_source
-
-        if not zero_to_fp32.is_ours(ds_checkpoint_dir):
-            return original(ds_checkpoint_dir, exclude_frozen_parameters)
-        return zero_to_fp32.stored_weights(find_source(ds_checkpoint_dir), exclude_frozen_parameters)
-
-    return read
-
-
-def _find_optimizer_files(original):
-    @functools.wraps(original)
-    def find(checkpoint_dir):
+    def function(*args: Any, **kwargs: Any) -> Any:
         from ort_zero.checkpoint import zero_to_fp32
 
-        if not zero_to_fp32.is_ours(checkpoint_dir):
-            return original(checkpoint_dir)
-        return [zero_to_fp32.stage_file(checkpoint_dir, _folder())]
+        folder, *rest = signature.bind(*args, **kwargs).args
+        return ours(folder, *rest) if zero_to_fp32.is_ours(folder) else original(folder, *rest)
 
-    return find
+    return function
 
 
-def _find_model_file(original):
-    @functools.wraps(original)
-    def find(checkpoint_dir, zero_stage):
-        from ort_zero.checkpoint import zero_to_fp32
+def _read_fp32_state(folder: str, exclude_frozen_parameters: bool) -> Any:
+    from ort_zero.checkpoint import zero_to_fp32
+    from ort_zero.checkpoint.finding import find_source
 
-        if not zero_to_fp32.is_ours(checkpoint_dir):
-            return original(checkpoint_dir, zero_stage)
-        return zero_to_fp32.client_state_file(checkpoint_dir, _folder())
+    return zero_to_fp32.stored_weights(find_source(folder), exclude_frozen_parameters)
 
-    return find
+
+def _find_optimizer_files(folder: str) -> list[Any]:
+    from ort_zero.checkpoint import zero_to_fp32
+
+    return [zero_to_fp32.stage_file(folder, _folder())]
+
+
+def _find_model_file(folder: str, zero_stage: int) -> Any:
+    from ort_zero.checkpoint import zero_to_fp32
+
+    return zero_to_fp32.client_state_file(folder, _folder())
 
 
 @functools.cache
@@ -64,11 +63,16 @@ def _folder() -> str:
 
 
 _PATCHES = tuple(
-    Patch(target=target, build=build, why="reads sharded checkpoints", guard=guard)
-    for target, build, guard in (
-        (ds_compat.READ_FP32_STATE, _read_fp32_state, ds_compat.require_fp32_reader),
-        (ds_compat.FIND_OPTIMIZER_FILES, _find_optimizer_files, ds_compat.require_file_finder),
-        (ds_compat.FIND_MODEL_FILE, _find_model_file, ds_compat.require_file_finder),
+    Patch(
+        target=target,
+        build=functools.partial(_ours_or, ours=ours),
+        why="reads sharded checkpoints",
+        guard=ds_compat.takes(*arguments),
+    )
+    for target, ours, *arguments in (
+        (ds_compat.READ_FP32_STATE, _read_fp32_state, "ds_checkpoint_dir", "exclude_frozen_parameters"),
+        (ds_compat.FIND_OPTIMIZER_FILES, _find_optimizer_files, "checkpoint_dir"),
+        (ds_compat.FIND_MODEL_FILE, _find_model_file, "checkpoint_dir", "zero_stage"),
     )
 )
 

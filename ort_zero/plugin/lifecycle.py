@@ -12,7 +12,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ort_zero import env
@@ -34,9 +34,8 @@ class _WaitForImports:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
         """Arm the hooks of DeepSpeed or ONNX Runtime's training part at its first import; find no module."""
-        arm = _HOOKS.get(name)
-        if arm is not None:
-            arm()
+        if name in _HOOKS:
+            _arm(name)
 
 
 def autoload() -> None:
@@ -52,9 +51,9 @@ def autoload() -> None:
             atexit.register(_warn_of_unused_section)
         collected_script.arm()
         sys.meta_path.insert(0, _WaitForImports)  # type: ignore[arg-type]
-        for name, arm in tuple(_HOOKS.items()):
+        for name in tuple(_HOOKS):
             if name in sys.modules:
-                arm()
+                _arm(name)
     except Exception as error:
         _state["auto_error"] = f"{type(error).__name__}: {error}"
 
@@ -72,33 +71,27 @@ def _warn_of_unused_section() -> None:
             )  # fmt: skip
 
 
-def _arm_deepspeed() -> None:
-    _arm("deepspeed", {_HOOKED_MODULE: _enable_quietly})
-
-
-def _arm_ortmodule() -> None:
-    hooks = _backend_hooks()
-    _arm("onnxruntime.training", {name: functools.partial(_run_hook, hook) for name, hook in hooks.items()})
-
-
-def _backend_hooks() -> dict[str, Callable[[Any], None]]:
+def _ortmodule_hooks() -> dict[str, Callable[[Any], None]]:
     """Return the backend's hooks by the name of the imported module; none if the backend cannot be loaded."""
     try:
         from ort_zero.ortmodule.backend import import_hooks
 
-        return import_hooks()
+        return {name: functools.partial(_run_hook, hook) for name, hook in import_hooks().items()}
     except Exception as error:  # raised here, the error would end the user's import of onnxruntime
         _state["auto_error"] = f"{type(error).__name__}: {error}"
         return {}
 
 
-_HOOKS = {"deepspeed": _arm_deepspeed, "onnxruntime.training": _arm_ortmodule}
-"""The function that arms the hooks of a package, by its name; each is called once."""
+_HOOKS: dict[str, Callable[[], dict[str, Callable[[Any], None]]]] = {
+    "deepspeed": lambda: {_HOOKED_MODULE: _enable_quietly},
+    "onnxruntime.training": _ortmodule_hooks,
+}
+"""The hooks of packages whose hooks are not armed yet, by package and module."""
 
 
-def _arm(package: str, hooks: Mapping[str, Callable[[Any], None]]) -> None:
-    """Register each function to be called after the import of its module, at once for an imported module."""
-    _HOOKS.pop(package, None)
+def _arm(package: str) -> None:
+    """Register the hooks of a package to be called after the import of their modules, at once for imported ones."""
+    hooks = _HOOKS.pop(package)()
     if not _HOOKS and _WaitForImports in sys.meta_path:
         sys.meta_path.remove(_WaitForImports)  # type: ignore[arg-type]
     try:
@@ -191,13 +184,13 @@ def _enable_ortmodule() -> None:
     _state["bare"] = True
     if "onnxruntime.training" in _HOOKS:
         if "onnxruntime.training" in sys.modules:
-            _arm_ortmodule()
+            _arm("onnxruntime.training")
         elif _WaitForImports not in sys.meta_path:
             sys.meta_path.insert(0, _WaitForImports)  # type: ignore[arg-type]
     else:
-        for name, hook in _backend_hooks().items():
+        for name, hook in _ortmodule_hooks().items():
             if name in sys.modules:
-                _run_hook(hook, sys.modules[name])
+                hook(sys.modules[name])
 
 
 def disable() -> None:
@@ -208,13 +201,8 @@ def disable() -> None:
     Raises:
         PatchError: another library patched a target after ort_zero; nothing is changed then.
     """
-    was_enabled = is_enabled()
     registry.restore(*reversed(registry.patch_sets))
     _state["bare"] = False
-    if was_enabled:
-        from ort_zero.compat import third_party
-
-        third_party.unsilence()
 
 
 def is_enabled() -> bool:

@@ -49,15 +49,20 @@ def wrap(model: Any, **section: Any) -> Any:
         measures.keep_freed_memory()  # for the next step
     if engine != "torch":
         running = loading.load(engine).run(model, profiled_script.without_fallback(options), {})
-        statistics.note_onnxruntime(model, running)
-        torch_compile.while_converting[:] = [compile_progress.shown]
-        running.announce = lambda ready: summary.announce(options, ready.module, ready, in_engine=False)
+        announce_units(running, model, options, in_engine=False)
         profiled_script.measure_model(running)
     log.set_level(options.log_level, model)
     session = statistics.collect(model, options.statistics)
     if session is not None:
         vars(model)["ort_zero_statistics"] = session
     return model
+
+
+def announce_units(running: Any, model: Any, section: config.Config, in_engine: bool = True) -> None:
+    """Have a model whose units run be announced once it is ready, shown while it is compiled, known to statistics."""
+    statistics.note_onnxruntime(model, running)
+    torch_compile.while_converting[:] = [compile_progress.shown]
+    running.announce = lambda ready: summary.announce(section, ready.module, ready, in_engine)
 
 
 def unwrap(model: Any) -> Any:

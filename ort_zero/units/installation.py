@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,8 +46,13 @@ def connect(running: UnitsModel, engine: Any) -> None:
         deepspeed_units.require_equal_sizes(engine, running.unit_modules())
     deepspeed_gradient_order.keep_order(engine.optimizer, running.unit_modules())
     if engine.flops_profiler_enabled():
-        is_counted = deepspeed.flops_are_counted(engine)
-        engine.module.register_forward_pre_hook(lambda module, args: running.suspend(is_counted()), prepend=True)
+        reference = weakref.ref(engine)
+
+        def suspend_while_counted(module: nn.Module, args: Any) -> None:
+            live = reference()
+            running.suspend(live is not None and deepspeed.flops_are_counted(live))
+
+        engine.module.register_forward_pre_hook(suspend_while_counted, prepend=True)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

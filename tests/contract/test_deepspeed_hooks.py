@@ -100,7 +100,7 @@ def net():
 def test_installed_code_passes_the_probe():
     shape = deepspeed_hooks.probe(getattr(Offload, REGISTER))
     assert shape.codes["_post_forward_module_hook"].co_freevars == ("self",)
-    deepspeed_hooks.probe_setup(Offload.setup_zero_stage3_hooks)
+    deepspeed_hooks.probe(Offload.setup_zero_stage3_hooks)
 
 
 def test_patches_apply_and_restore_the_very_objects():

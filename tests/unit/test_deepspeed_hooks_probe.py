@@ -134,7 +134,7 @@ def test_another_setup_and_another_era_are_refused():
         module.register_forward_hook(_end_of_forward_hook)
 
     with pytest.raises(PatchError, match="_start_of_forward_hook"):
-        deepspeed_hooks.probe_setup(setup_zero_stage3_hooks)
+        deepspeed_hooks.probe(setup_zero_stage3_hooks)
     with pytest.raises(PatchError, match="_pre_forward_module_hook.*_end_of_forward_hook"):
         deepspeed_hooks.probe(_register_deepspeed_module)
     with pytest.raises(PatchError, match="no Python function"):

@@ -9,7 +9,6 @@ import deepspeed.runtime.zero  # noqa: F401 - the module itself, before another 
 import pytest
 
 from ort_zero.compat import deepspeed_waits
-from ort_zero.plugin import engine_patch
 from ort_zero.runtimes import registry
 
 LAST = """
@@ -57,7 +56,7 @@ def test_each_gather_is_waited_for_where_deepspeed_waits_for_the_last(gather):
     init, parameters = gather(OLD), [Parameter() for _ in range(3)]
     init._allgather_params_coalesced(parameters)
     assert [parameter.whole for parameter in parameters] == [False, False, True]
-    engine_patch.patch_gathers()
+    registry.apply("gathers", deepspeed_waits.patches)
     init._allgather_params_coalesced(parameters, 0, quantize=False)
     assert all(parameter.whole for parameter in parameters)
     assert registry.patch_sets["gathers"].targets() == (deepspeed_waits.TARGET,)
@@ -69,11 +68,11 @@ def test_each_gather_is_waited_for_where_deepspeed_waits_for_the_last(gather):
 
 def test_a_deepspeed_that_waits_for_each_is_left_alone(gather):
     gather(NEW)
-    engine_patch.patch_gathers()
+    registry.apply("gathers", deepspeed_waits.patches)
     assert registry.patch_sets["gathers"].targets() == ()
 
 
 def test_one_that_gathers_in_another_way_is_left_alone(gather):
     del type(gather(NEW))._allgather_params_coalesced
-    engine_patch.patch_gathers()
+    registry.apply("gathers", deepspeed_waits.patches)
     assert registry.patch_sets["gathers"].targets() == ()

@@ -56,7 +56,7 @@ def _build_setup(original: Callable) -> Callable:
             original(self)
             return
         self.hierarchy = 0
-        self.fwd_pre_hook = self.module.register_forward_pre_hook(_subscriber(self).hooks.start_of_forward)
+        self.fwd_pre_hook = self.module.register_forward_pre_hook(_subscriber(self).hooks["_start_of_forward_hook"])
         self._register_deepspeed_module(self.module)  # with the method that the class has now, patched or not
         sys.modules[deepspeed_hooks.MODULE].FWD_MODULE_STACK.append(self.module)
         deepspeed_units.hand_gradients_on(self.module)
@@ -92,36 +92,16 @@ def _build_destroy(original: Callable) -> Callable:
     return destroy
 
 
-def _guard(probe: Callable[[Callable], Any]) -> Callable[[Any], None]:
-    require_home = defined_in(deepspeed_hooks.MODULE)
-
-    def guard(original: Any) -> None:
-        require_home(original)
-        probe(original)
-
-    return guard
+def _guard(original: Any) -> None:
+    defined_in(deepspeed_hooks.MODULE)(original)
+    deepspeed_hooks.probe(original)
 
 
 PATCHES = tuple(
     Patch(target=f"{deepspeed_hooks.OFFLOAD}.{name}", build=build, why=why, guard=guard)
     for name, build, why, guard in (
-        (
-            "setup_zero_stage3_hooks",
-            _build_setup,
-            "ZeRO-3 hooks fit the engine that runs the model",
-            _guard(deepspeed_hooks.probe_setup),
-        ),
-        (
-            "_register_deepspeed_module",
-            _build_register,
-            "ZeRO-3 hooks that are registered again stay with that engine",
-            _guard(deepspeed_hooks.probe),
-        ),
-        (
-            "destroy",
-            _build_destroy,
-            "a destroyed engine does not keep its model alive",
-            defined_in(deepspeed_hooks.MODULE),
-        ),
+        ("setup_zero_stage3_hooks", _build_setup, "ZeRO-3 hooks fit the engine that runs the model", _guard),
+        ("_register_deepspeed_module", _build_register, "hooks that are registered again stay with it", _guard),
+        ("destroy", _build_destroy, "a destroyed engine keeps no model alive", defined_in(deepspeed_hooks.MODULE)),
     )
 )

@@ -135,12 +135,12 @@ class ZeROOffloadSubscriber:
         # process groups and streams, but it does not copy functions.
         def gather(module: torch.nn.Module, args: tuple) -> Any:
             with ended_unless_shared():
-                return hooks.pre_forward(module, args)
+                return hooks["_pre_forward_module_hook"](module, args)
 
         def release(module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
             # DeepSpeed looks for parameters among outputs, and cannot look into objects with slots
             can_be_read = isinstance(outputs, (torch.Tensor, list, tuple, dict)) or hasattr(outputs, "__dict__")
-            return hooks.post_forward(module, args, outputs if can_be_read else None)
+            return hooks["_post_forward_module_hook"](module, args, outputs if can_be_read else None)
 
         def pass_outputs(module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
             """Pass each output through :class:`BeforeBackward`, for units also those in attributes of objects.
@@ -148,7 +148,7 @@ class ZeROOffloadSubscriber:
             DeepSpeed looks into tuples, lists and dicts. The modules inside of a unit, which gather their own weights
             in DeepSpeed alone, have no hooks: the weights must be whole in the backward whatever holds its results.
             """
-            outputs = hooks.pre_backward(module, args, outputs)
+            outputs = hooks["_pre_backward_module_hook"](module, args, outputs)
             if deepspeed_units.is_unit(module):
                 map_attributes(lambda _, tensor: _before_backward(module, tensor), outputs)
             return outputs
@@ -163,7 +163,7 @@ class ZeROOffloadSubscriber:
             named = {}
             if deepspeed_units.is_unit(module):
                 named = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
-            args, named = hooks.post_backward(module, (args, named))
+            args, named = hooks["_post_backward_module_hook"](module, (args, named))
             return args, {**kwargs, **named}
 
         offload.forward_hooks.append(module.register_forward_pre_hook(gather))
@@ -173,7 +173,7 @@ class ZeROOffloadSubscriber:
 
     def _store_actions(self, module: torch.nn.Module) -> None:
         """Store the two actions of `module`, in place of the actions of an earlier registration."""
-        gather = self.hooks.run_before_backward
+        gather = self.hooks["_run_before_backward_function"]
 
         def gather_before_backward(module: torch.nn.Module) -> None:  # not a method: copies of a module share it
             with ended_unless_shared():
@@ -181,7 +181,7 @@ class ZeROOffloadSubscriber:
 
         for name, function, run in (
             (deepspeed_hooks.BEFORE_BACKWARD, BeforeBackward, gather_before_backward),
-            (deepspeed_hooks.AFTER_BACKWARD, AfterBackward, self.hooks.run_after_backward),
+            (deepspeed_hooks.AFTER_BACKWARD, AfterBackward, self.hooks["_run_after_backward_function"]),
         ):
             action = BackwardAction(function, module, run)
             setattr(module, name, action)
