@@ -14,6 +14,7 @@ import os
 import shlex
 import shutil
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable
@@ -21,12 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from ort_zero import env, log
-from ort_zero.compat import deepspeed_programs
 from ort_zero.utils.patching import Patch, defined_in
 from ort_zero.utils.trusted_folder import reason_not_to_trust
 
 _SILENT_SECONDS = 10.0
 """Seconds of waiting for a lock after which a message says what for; the next messages come a minute apart."""
+
+CURE = "apt-get install g++ python3-dev"
+"""The command that installs what DeepSpeed's operators are compiled with."""
+_DEVICES = ("/dev/nvidia0", "/dev/kfd", "/dev/dri", "/dev/accel")
+"""Files of devices that the drivers of accelerators make."""
 
 
 def prepare() -> None:
@@ -104,6 +109,38 @@ def _tell_of_wait(lock: str) -> None:
     log.get_logger().log(level if env.rank() == 0 else logging.ERROR, "waiting for %s of %s: %s", lock, since, why)
 
 
+def compiler() -> str | None:
+    """Return the command of the C++ compiler for DeepSpeed's operators, ``CXX`` or ``c++``; None if PATH has none."""
+    name = os.environ.get("CXX") or "c++"
+    return name if shutil.which(shlex.split(name)[0]) is not None else None
+
+
+def missing_for_operators() -> str | None:
+    """Return what DeepSpeed lacks to compile its operator for shared memory; None if nothing, or on a GPU.
+
+    DeepSpeed compiles this operator when a rank starts on a machine without an accelerator, and stops if it cannot.
+    """
+    if os.environ.get("DS_ACCELERATOR", "cpu") != "cpu":
+        return None
+    if "DS_ACCELERATOR" not in os.environ and any(map(os.path.exists, _DEVICES)):
+        return None
+    if compiler() is None:
+        return "C++ compiler"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return None if header.is_file() else "header Python.h"
+
+
+def unsuitable_compiler() -> str | None:
+    """Return the compiler that torch would use for DeepSpeed's operators, if it is clang; else None.
+
+    On CPUs DeepSpeed compiles an operator for shared memory at its start. This operator passes AVX vectors to functions
+    that are compiled without AVX, and is linked without OpenMP; clang rejects both.
+    """
+    name = os.environ.get("CXX") or "c++"
+    path = shutil.which(name)
+    return name if path is not None and "clang" in os.path.basename(os.path.realpath(path)) else None
+
+
 def patches() -> tuple[Patch, ...]:
     """Return the patches that say what torch waits for, and which compiler DeepSpeed lacks; both raise as before."""
     return tuple(
@@ -142,11 +179,11 @@ def _load_in_words(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(self, *args, **kwargs)
         except Exception:
-            lack = deepspeed_programs.missing_for_operators()
+            lack = missing_for_operators()
             if lack is not None and env.speaks_for_host():
                 log.get_logger().error(
                     "no %s, and DeepSpeed compiles its operator %s as soon as a rank starts on CPU: %s",
-                    lack, self.name, deepspeed_programs.CURE,
+                    lack, self.name, CURE,
                 )  # fmt: skip
             raise
 

@@ -16,7 +16,7 @@ import pytest
 from ort_zero import __version__
 from ort_zero.cli import main as cli
 from ort_zero.cli.examinations import machine
-from ort_zero.compat import deepspeed_programs, versions
+from ort_zero.compat import torch_extensions, versions
 from ort_zero.errors import BuildError
 from ort_zero.plugin import loading
 from ort_zero.runtimes.interface import Examination
@@ -85,8 +85,8 @@ def test_doctor_of_a_healthy_machine_is_one_paste_for_a_report_and_masks_secrets
 @pytest.fixture
 def with_packages(monkeypatch, asked):
     """Return a function that makes these the installed packages, and this the version of Python."""
-    monkeypatch.setattr(deepspeed_programs, "unsuitable_compiler", lambda: None)
-    monkeypatch.setattr(deepspeed_programs, "missing_for_operators", lambda: None)
+    monkeypatch.setattr(torch_extensions, "unsuitable_compiler", lambda: None)
+    monkeypatch.setattr(torch_extensions, "missing_for_operators", lambda: None)
     monkeypatch.delenv("ORT_ZERO_DISABLE", raising=False)
     monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
 
@@ -116,7 +116,7 @@ def test_doctor_needs_no_extensions_with_plain_onnxruntime(with_packages, asked,
 
 @pytest.mark.parametrize("lack", ["C++ compiler", "header Python.h"])
 def test_doctor_says_before_what_deepspeed_would_stop_at(healthy, monkeypatch, capsys, lack):
-    monkeypatch.setattr(deepspeed_programs, "missing_for_operators", lambda: lack)
+    monkeypatch.setattr(torch_extensions, "missing_for_operators", lambda: lack)
     assert cli.main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert f"no {lack}, and DeepSpeed compiles an operator of its own as soon as a rank starts on CPU" in out

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ort_zero.cli.examinations import machine as doctor
-from ort_zero.compat import deepspeed_programs, torch_extensions, versions
+from ort_zero.compat import torch_extensions, versions
 from ort_zero.plugin import loading
 
 WHEELS = {"onnxruntime": "1.32.0", "onnxruntime-gpu": "1.32.0", "onnxruntime-training": "1.19.2"}
@@ -63,8 +63,8 @@ class Site:
 @pytest.fixture
 def site(tmp_path, monkeypatch) -> Site:
     """A folder of packages that this process and the ones that it starts look at first, without onnxruntime."""
-    monkeypatch.setattr(deepspeed_programs, "missing_for_operators", lambda: None)
-    monkeypatch.setattr(deepspeed_programs, "unsuitable_compiler", lambda: None)
+    monkeypatch.setattr(torch_extensions, "missing_for_operators", lambda: None)
+    monkeypatch.setattr(torch_extensions, "unsuitable_compiler", lambda: None)
     monkeypatch.setattr(torch_extensions, "unheld_locks", lambda: [])
     for name in ("ORT_ZERO_DISABLE", "ORT_ZERO_BACKEND", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
         monkeypatch.delenv(name, raising=False)

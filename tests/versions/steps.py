@@ -32,7 +32,7 @@ STEPS = {
             *(
                 f"tests/unit/test_{name}.py"
                 for name in (
-                    "deepspeed_files deepspeed_hooks_probe deepspeed_programs deepspeed_state deepspeed_waits "
+                    "deepspeed_files deepspeed_hooks_probe torch_extensions deepspeed_state deepspeed_waits "
                     "engine_patch optimizer_state patching versions"
                 ).split()
             ),

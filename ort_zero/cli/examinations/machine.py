@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from ort_zero import __version__, env
-from ort_zero.compat import deepspeed_programs, torch_extensions, versions
+from ort_zero.compat import torch_extensions, versions
 from ort_zero.compat.versions import Problem
 from ort_zero.cpu_memory import measures
 from ort_zero.plugin import fast_bf16, loading
@@ -88,7 +88,7 @@ def examine() -> Report:
         "ort_zero": __version__,
         "python": sys.executable,
         "platform": f"{platform.platform()}, {libc}",
-        "compiler": examination.compiler or deepspeed_programs.compiler() or "none",
+        "compiler": examination.compiler or torch_extensions.compiler() or "none",
         "extensions": extensions if engine == "ortmodule" else "none needed",
         "ninja": ninja or "none: DeepSpeed cannot compile its operators (pip install ninja)",
         "providers": ", ".join(providers) or "none",
@@ -111,11 +111,11 @@ def examine() -> Report:
 
 def _other_problems(built: bool, entry_point: bool) -> Iterator[Problem]:
     """Yield the problems that are none of versions and of the engine: compilers, locks, switches."""
-    lack = deepspeed_programs.missing_for_operators() if built else None
+    lack = torch_extensions.missing_for_operators() if built else None
     if lack is not None:
         what = f"no {lack}, and DeepSpeed compiles an operator of its own as soon as a rank starts on CPU"
-        yield Problem(what, deepspeed_programs.CURE)
-    clang = deepspeed_programs.unsuitable_compiler()
+        yield Problem(what, torch_extensions.CURE)
+    clang = torch_extensions.unsuitable_compiler()
     if clang is not None:
         what = f"DeepSpeed's operators for CPUs do not compile with {clang}, which is a clang"
         yield Problem(what, "apt-get install g++ && export CXX=g++")

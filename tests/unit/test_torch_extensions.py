@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ort_zero.cli.examinations import machine as doctor
-from ort_zero.compat import deepspeed_programs
+from ort_zero.compat import torch_extensions
 
 
 def test_the_doctor_names_a_clang_that_would_compile_deepspeeds_operators(monkeypatch, tmp_path):
@@ -12,11 +12,11 @@ def test_the_doctor_names_a_clang_that_would_compile_deepspeeds_operators(monkey
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert deepspeed_programs.unsuitable_compiler() is None
+    assert torch_extensions.unsuitable_compiler() is None
     (tmp_path / "c++").symlink_to("g++-12")
-    assert deepspeed_programs.unsuitable_compiler() is None
+    assert torch_extensions.unsuitable_compiler() is None
     monkeypatch.setenv("CXX", "clang++-14")
-    assert deepspeed_programs.unsuitable_compiler() == "clang++-14"
+    assert torch_extensions.unsuitable_compiler() == "clang++-14"
     monkeypatch.delenv("CXX")
     (tmp_path / "c++").unlink()
     (tmp_path / "c++").symlink_to("clang++-14")
@@ -28,13 +28,13 @@ def test_without_a_compiler_deepspeed_compiles_no_operator_on_cpu(monkeypatch, t
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert deepspeed_programs.compiler() is None
-    assert deepspeed_programs.missing_for_operators() == "C++ compiler"
+    assert torch_extensions.compiler() is None
+    assert torch_extensions.missing_for_operators() == "C++ compiler"
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
-    assert deepspeed_programs.missing_for_operators() is None
+    assert torch_extensions.missing_for_operators() is None
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     (tmp_path / "c++").write_text("#!/bin/sh\n")
     (tmp_path / "c++").chmod(0o755)
-    assert deepspeed_programs.missing_for_operators() is None
-    monkeypatch.setattr(deepspeed_programs.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    assert deepspeed_programs.missing_for_operators() == "header Python.h"
+    assert torch_extensions.missing_for_operators() is None
+    monkeypatch.setattr(torch_extensions.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert torch_extensions.missing_for_operators() == "header Python.h"
