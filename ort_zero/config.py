@@ -82,10 +82,6 @@ class StatisticsConfig(_Strict):
     """Step before which collection ends; None: never."""
     override_output_dir: bool = False
     """Delete the statistics of another run in the folder."""
-    run_on_cpu: bool = False
-    """Measure GPU tensors on the CPU: less GPU memory, more time."""
-    bucket_size: int = Field(default=1 << 22, ge=1)
-    """Elements that are copied or converted at a time."""
     parameters: Literal["sample", "full", "off"] = "sample"
     """"sample": up to 4,096 elements of each parameter and of its gradient. "full": all elements. "off": none."""
 

@@ -39,10 +39,7 @@ def _add_compare(commands: argparse._SubParsersAction) -> argparse.ArgumentParse
         type=_tolerance,
         default="auto",
         metavar="auto|X",
-        help="relative error that is tolerated (default: auto, from the dtypes' precision and the reference)",
-    )
-    parser.add_argument(
-        "--reference", metavar="A2", help="a second run like A: differences as between A and A2 are tolerated"
+        help="relative error that is tolerated (default: auto, from the dtypes' precision)",
     )
     parser.add_argument("--html", metavar="FILE", help="also write a report to look at, one file that opens offline")
     parser.set_defaults(command="stats compare", work=_compare)
@@ -92,7 +89,7 @@ def _compare(args: argparse.Namespace) -> int:
         from ort_zero.statistics.compare.report import check_target, write_report
 
         check_target(args.html)
-    comparison = compare(args.a, args.b, rtol=args.rtol, reference=args.reference, progress=not args.json)
+    comparison = compare(args.a, args.b, rtol=args.rtol, progress=not args.json)
     if args.html:
         write_report(comparison, args.html)
     print_result(args, as_json(comparison, args.html), text_of(comparison, args.html))
@@ -101,7 +98,6 @@ def _compare(args: argparse.Namespace) -> int:
 
 def text_of_merge(report: MergeReport) -> str:
     """Return the report of a merge as the lines that the command prints."""
-    only = [f"{n:,} only in {side}" for n, side in ((report.only_pt, "pt"), (report.only_ort, "ort")) if n]
-    counted = f"{report.records:,} records" + (f" ({', '.join(only)})" if only else "")
-    written = f"wrote {report.output_dir}: {span(report.steps)} of {len(report.ranks)} ranks, {counted}"
+    counted = f"{span(report.steps)} of {len(report.ranks)} ranks, {report.records:,} records"
+    written = f"wrote {report.output_dir}: {counted}"
     return "\n".join([*(f"note: {note}" for note in report.notes), written])

@@ -215,7 +215,7 @@ def _start(
         ScriptError: it failed, or called no model that trains.
         ConfigError: it cannot do what is asked for.
     """
-    from ort_zero.statistics.reader import open_run
+    from ort_zero.statistics.files import open_run
 
     log = folder.with_suffix(".log")
     done = script_process.run_with_request(

@@ -16,11 +16,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ort_zero.ortmodule.upstream import PACKAGE
-from ort_zero.statistics.collect import graph_operators, graph_passes
+from ort_zero.statistics.collect import graph_operators
+from ort_zero.statistics.collect.graph_operators import OBSERVE, OBSERVE_GRADIENT, PASS_THROUGH
 
-_OBSERVE, _OBSERVE_GRADIENT, _PASS_THROUGH, _ = (
-    getattr(torch.ops.ort_zero, name).default for name in graph_operators.NAMES
-)
 _NOBODY = torch.full((3,), -1)
 """The token of a tensor whose gradient is not shown."""
 _muted = [0]
@@ -47,16 +45,16 @@ def observe_in_graph(module: GraphModule) -> bool:
     Subscribers then see the values and gradients that hooks show in PyTorch, in the same order. ONNX Runtime refuses
     to train a graph in which an input with a gradient leads to observed tensors alone, and to no result.
     """
-    if not any(map(graph_passes.is_observation, module.graph.nodes)):
+    if not any(map(graph_operators.is_observation, module.graph.nodes)):
         return False
-    graph_passes.follow_gradients(module)
+    graph_operators.follow_gradients(module)
     keys: dict[int, int] = {}
     token: Node | None = None
     for node in list(module.graph.nodes):
-        if node.target is _PASS_THROUGH:
+        if node.target is PASS_THROUGH:
             keys[node.args[1]] = key = next(_keys)
             node.target, node.args = pass_on, (node.args[0], None, key)
-        elif node.target is _OBSERVE:
+        elif node.target is OBSERVE:
             _slots.append((node.args[1:6], keys.get(next(iter(node.args[6:]), -1), -1)))
             # each observation takes the token of the one before: ONNX Runtime must not change their order
             node.target, node.args = observe, (node.args[0], token, len(_slots) - 1)
@@ -90,7 +88,7 @@ class _PassOn(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """Return the gradient as it came."""
         if not _muted[0]:
-            _OBSERVE_GRADIENT(gradient, ctx.tokens[0])
+            OBSERVE_GRADIENT(gradient, ctx.tokens[0])
         return gradient.clone(), *ctx.others  # ONNX Runtime copies, and says so, what is returned as it came
 
     @staticmethod
@@ -106,7 +104,7 @@ class _Observe(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
         """Return the token, int64 [3]; `rest` is the token of the observation before, and the number of the slot."""
         slot, key = _slots[rest[-1]]
-        token = _NOBODY.clone() if _muted[0] or _is_exporting() else _OBSERVE(tensor, *slot)
+        token = _NOBODY.clone() if _muted[0] or _is_exporting() else OBSERVE(tensor, *slot)
         if key >= 0:
             _tokens[key][0] = token
         return token

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ort_zero import env
-from ort_zero.errors import ConfigError
 from ort_zero.utils.patching import Patch, defined_in
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
@@ -53,9 +52,9 @@ def arm() -> None:
 
 def _collect(model: Any, asked: dict[str, Any]) -> None:
     from ort_zero.statistics.collect.operators import OperatorRecorder
+    from ort_zero.statistics.collect.subscribed_model import GlobalSubscriberManager, unwrapped
     from ort_zero.statistics.collect.subscriber import StatisticsSubscriber
     from ort_zero.statistics.collect.subscriber_base import SubscriberBase
-    from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager, unwrapped
 
     folder, steps, module = asked["output_dir"], asked["steps"], asked["module"]
     if module is not None:
@@ -127,9 +126,6 @@ def changed(ds_config: Any) -> Any:
     """Return a DeepSpeed config with the changes that the command asks for; keys are dotted paths.
 
     Another number of ranks gets the same global batch.
-
-    Raises:
-        ConfigError: the ranks cannot share the global batch.
     """
     asked = request()
     if asked is None or not isinstance(ds_config, dict):
@@ -147,7 +143,7 @@ def changed(ds_config: Any) -> Any:
     if asked["ranks"] and isinstance(micro, int):
         before, now = asked["ranks"]
         if micro * before % now:
-            raise ConfigError(f'"{_MICRO_BATCH}": {micro} on {before} ranks is no whole number on {now} ranks')
+            _refuse(f'"{_MICRO_BATCH}": {micro} on {before} ranks is no whole number on {now} ranks')
         result[_MICRO_BATCH] = micro * before // now
     return result
 

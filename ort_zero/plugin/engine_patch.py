@@ -85,7 +85,7 @@ def _note(engine: Any) -> None:
             "without ZeRO, save_checkpoint writes bf16 and fp16 runs in DeepSpeed's own format, at once; "
             'for a sharded checkpoint use "zero_optimization": {"stage": 1}'
         )
-    from ort_zero.statistics.collect.subscriber_manager import remember
+    from ort_zero.statistics.collect.subscribed_model import remember
 
     stage = int(engine.zero_optimization_stage())
     remember(engine.module, zero_stage=stage, data_parallel=ds_compat.all_ranks_are_replicas(engine))

@@ -17,7 +17,7 @@ _collecting: Counter[str | None] = Counter()
 def note_onnxruntime(module: Any, running: Any) -> None:
     """Note that ONNX Runtime runs units of a module whose own forward PyTorch calls, and trace hooks added later."""
     from ort_zero.statistics.collect import subscribed_model
-    from ort_zero.statistics.collect.subscriber_manager import remember
+    from ort_zero.statistics.collect.subscribed_model import remember
 
     remember(module, backend="onnxruntime")
     if _trace_hooks not in subscribed_model.hooks_changed:
@@ -38,10 +38,10 @@ def _trace_hooks(root: Any) -> None:
 def _mark(running: Any) -> None:
     """Mark the units of a model, so that Dynamo captures the hooks of statistics in them."""
     from ort_zero.runtimes import observing
-    from ort_zero.statistics.collect import graph_passes
-    from ort_zero.statistics.collect.graph_capture import mark_places
+    from ort_zero.statistics.collect import graph_operators
+    from ort_zero.statistics.collect.subscribed_model import mark_places
 
-    observing.passes[:] = [graph_passes]
+    observing.passes[:] = [graph_operators]
     for unit in running.unit_modules():
         mark_places(unit)
 
@@ -53,8 +53,8 @@ def collect(model: Any, section: config.StatisticsConfig) -> Any:
     """
     if not section.enabled or collected_script.request() is not None:
         return None
+    from ort_zero.statistics.collect.subscribed_model import GlobalSubscriberManager
     from ort_zero.statistics.collect.subscriber import StatisticsSubscriber
-    from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager
 
     wanted = section.model_dump(exclude={"enabled"})
     # an actor and a critic may share one config: each engine gets a folder, in the order of construction

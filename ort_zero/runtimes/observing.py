@@ -8,7 +8,7 @@ from torch.fx import Graph, GraphModule, Node
 
 
 class GraphPasses(Protocol):
-    """The functions of :mod:`ort_zero.statistics.collect.graph_passes` that engines call."""
+    """The functions of :mod:`ort_zero.statistics.collect.graph_operators` that engines call."""
 
     def is_observation(self, node: Node) -> bool:
         """Return True for a call that reads a value and changes nothing; no engine runs or moves such a call."""

@@ -1,4 +1,4 @@
-"""Name, encode and decode the statistics files of a run.
+"""Name, encode, decode and read the statistics files of a run.
 
 A run's folder has a file for each rank and range of steps, such as ``rank_00000_from_0000000.arrow``: an Arrow IPC
 stream, which any Arrow reader opens. The metadata of its schema has the run's manifest. Each step is one record batch,
@@ -20,8 +20,10 @@ import xxhash
 
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics import extra
-from ort_zero.statistics.records import Table
-from ort_zero.statistics.rows import COLUMNS, COUNTS, FIRST, FIRST_COLUMNS, SKETCH, SKETCH_COLUMNS, WIDTH
+from ort_zero.statistics.naming import number_list
+from ort_zero.statistics.records import RunInfo, Table
+from ort_zero.statistics.rows import COLUMNS, COUNTS, FIRST, FIRST_COLUMNS, SKETCH, SKETCH_COLUMNS
+from ort_zero.utils.text import shortened
 
 with extra.required():
     import pyarrow as pa
@@ -56,11 +58,7 @@ _STAMP_PATTERN = re.compile(rb"step=(\d{20}) xxh3=([0-9a-f]{16})")
 
 
 def local_folder(path: str | os.PathLike) -> Path:
-    """Return the path of a run's folder from a path or a ``file://`` URL.
-
-    Raises:
-        StatisticsError: the folder is not on a local file system.
-    """
+    """Return the path of a run's folder from a path or a ``file://`` URL; raise unless its file system is local."""
     text = os.fspath(path).removeprefix("file://")
     if "://" in text:
         raise StatisticsError(f"{text} is not a local folder: statistics grow by appending, which object stores cannot")
@@ -89,11 +87,7 @@ def header_of(manifest: Mapping[str, Any]) -> bytes:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """Return the manifest of a file; None for a file that is gone, or lacks a part of its header.
-
-    Raises:
-        StatisticsError: the file is damaged, of a later version, or was not written by ort_zero.
-    """
+    """Return the manifest of a file of ort_zero; None for a file that is gone, or lacks a part of its header."""
     try:
         with open(path, "rb") as file:
             head = file.read(8)
@@ -122,22 +116,15 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 class StepLocation(NamedTuple):
-    """The position of one step in a file."""
+    """The number of a step, and the position of its bytes in a file."""
 
     number: int
-    """Number of the step."""
     path: Path
     offset: int
-    """Offset of the step in the file, in bytes."""
     length: int
-    """Size of the step, in bytes."""
 
     def read(self) -> bytes:
-        """Return the bytes of the step.
-
-        Raises:
-            StatisticsError: the file has become shorter.
-        """
+        """Return the bytes of the step."""
         with open(self.path, "rb") as file:
             file.seek(self.offset)
             data = file.read(self.length)
@@ -147,11 +134,7 @@ class StepLocation(NamedTuple):
 
 
 def locate_steps(path: Path) -> tuple[list[StepLocation], str]:
-    """Return the positions of the full steps of a file, and a remark on its end, empty for a whole file.
-
-    Raises:
-        StatisticsError: the file is damaged between two steps, or cannot be read.
-    """
+    """Return the positions of the full steps of a file, and a remark on its end, empty for a whole file."""
     try:
         with pa.OSFile(str(path)) as file:
             pa.ipc.read_schema(file)
@@ -191,11 +174,8 @@ def _steps_in(file: pa.NativeFile, path: Path) -> Iterator[StepLocation]:
 def encode_step(step: int, described: Mapping[str, Sequence], raw: np.ndarray, facts: str = "") -> bytes:
     """Return one step as an encapsulated Arrow message with the step's checksum in the custom metadata.
 
-    Args:
-        step: number of the step.
-        described: the columns in :data:`DESCRIPTION`, see :class:`~.records.Table`.
-        raw: float64 [rows, :data:`~.rows.WIDTH`]; the numbers of rows with a ``source`` are ignored.
-        facts: see :mod:`.facts`.
+    `described` has the columns in :data:`DESCRIPTION`, see :class:`~.records.Table`; `raw` is float64
+    [rows, :data:`~.rows.WIDTH`], where the numbers of rows with a ``source`` are ignored.
     """
     metadata = {"ort_zero": _STAMP.format(step, 0), "facts": facts}
     sink = pa.BufferOutputStream()
@@ -209,9 +189,6 @@ def encode_step(step: int, described: Mapping[str, Sequence], raw: np.ndarray, f
 
 
 def _batch(described: Mapping[str, Sequence], raw: np.ndarray) -> pa.RecordBatch:
-    count = len(described["module"])
-    if raw.shape != (count, WIDTH):
-        raise ValueError(f"{count} rows need raw statistics of shape {(count, WIDTH)}, not {raw.shape}")
     # compressed zeros take almost no bytes, and numpy warns when it converts NaN to an integer
     raw = np.where(np.asarray(described["source"], np.int32)[:, None] >= 0, 0.0, raw)
     columns = [pa.array(described[name], SCHEMA.field(name).type) for name in DESCRIPTION]
@@ -235,15 +212,10 @@ def _checksum_fits(data: bytes) -> bool:
 
 
 def decode_step(at: StepLocation, last: dict[str, tuple[pa.Array, list]]) -> Table:
-    """Return the table of a step.
+    """Return the table of a step, or raise if its bytes were changed.
 
-    Args:
-        at: position of the step.
-        last: columns of the previous step and their lists, which are reused if a column has not changed: lists are slow
-            to build. The function updates them.
-
-    Raises:
-        StatisticsError: the bytes were changed.
+    `last` has columns of the previous step and their lists, which are reused if a column has not changed: lists are
+    slow to build. The function updates `last`.
     """
     data = at.read()
     if not _checksum_fits(data):
@@ -262,3 +234,110 @@ def decode_step(at: StepLocation, last: dict[str, tuple[pa.Array, list]]) -> Tab
         else:
             columns[name] = column.to_numpy(zero_copy_only=name != "partitioned")
     return Table(step=at.number, facts=metadata[b"facts"].decode(), **columns)
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """The collected statistics of one run. Steps are read one at a time.
+
+    Attributes:
+        info: backend, model and dtype of the run, and the full steps that every rank has.
+        model_digest: equal for models with the same structure.
+        parameters: shapes of the parameters by name.
+        manifest: the manifest of rank 0.
+        ranks: numbers of the ranks.
+        notes: remarks for the user: files that end early, ranks without steps.
+    """
+
+    def __init__(self, path: Path, found: dict[int, list[tuple[Path, dict[str, Any]]]]):
+        self.manifest = found[0][0][1]
+        self.ranks = tuple(sorted(found))
+        self.model_digest = str(self.manifest["model_digest"])
+        self.parameters = {name: tuple(shape) for name, shape in self.manifest["parameters"].items()}
+        self.notes: list[str] = []
+        self._steps: dict[int, list[StepLocation]] = {}
+        for rank in self.ranks:
+            located = [locate_steps(file) for file, _ in found[rank]]
+            self._steps[rank] = sorted(step for steps, _ in located for step in steps)
+            for step, later in zip(self._steps[rank], self._steps[rank][1:]):
+                if step.number == later.number:
+                    raise StatisticsError(
+                        f"{step.path} and {later.path} both have step {step.number}: keep one of them"
+                    )
+            self.notes += [remark for _, remark in located if remark]
+            if found[rank][0][1]["model_digest"] != self.model_digest:
+                self.notes.append(f"{path}: rank {rank} has another model than rank 0")
+        common = set.intersection(*(set(self.steps_of(rank)) for rank in self.ranks))
+        self.info = RunInfo(
+            path=str(path),
+            run_id=self.manifest["run_id"],
+            backend=self.manifest["backend"],
+            world_size=len(self.ranks),
+            zero_stage=int(self.manifest["zero_stage"]),
+            dtype=self.manifest["dtype"],
+            model=self.manifest["model"],
+            steps=tuple(sorted(common)),
+        )
+
+    def steps_of(self, rank: int) -> tuple[int, ...]:
+        """Return the numbers of a rank's full steps."""
+        return tuple(step.number for step in self._steps[rank])
+
+    def tables(self, rank: int) -> Iterator[Table]:
+        """Yield a rank's steps in order; one step is in memory at a time. Raises if bytes of the file were changed."""
+        last: dict[str, tuple[Any, list]] = {}
+        for step in self._steps[rank]:
+            yield decode_step(step, last)
+
+
+def open_run(path: str | os.PathLike) -> Run:
+    """Open the run in a folder; no statistics are read yet.
+
+    Raises:
+        StatisticsError: the folder holds no run, or a run that is damaged, incomplete or mixed with another run.
+    """
+    folder = local_folder(path)
+    found: dict[int, list[tuple[Path, dict[str, Any]]]] = {}
+    for file, rank in (files_in(folder) if folder.is_dir() else {}).items():
+        manifest = read_manifest(file)
+        if manifest is not None:  # else the rank ended while it began to collect
+            found.setdefault(rank, []).append((file, manifest))
+    if not found:
+        raise StatisticsError(_no_run_message(folder))
+    _check_ranks(folder, [manifest for of_rank in found.values() for _, manifest in of_rank])
+    return Run(folder, found)
+
+
+def _check_ranks(folder: Path, manifests: list[dict[str, Any]]) -> None:
+    """Raise unless the manifests belong to one run and every rank of the run has a file."""
+    runs = {manifest["run_id"]: manifest["rank"] for manifest in manifests}
+    if len(runs) > 1:
+        ranks = ", ".join(f"rank {rank} of run {run}" for run, rank in runs.items())
+        raise StatisticsError(f"{folder} holds ranks of different runs ({ranks}): collect again, each run in a folder")
+    sizes, found = ({manifest[key] for manifest in manifests} for key in ("world_size", "rank"))
+    world = max(sizes)
+    missing = [rank for rank in range(world) if rank not in found]
+    if missing:
+        raise StatisticsError(
+            f"{folder} lacks {len(missing)} of {world} ranks ({number_list(missing)}): put the files of all ranks into "
+            "one folder (each machine wrote its own ranks), or collect again if a rank never started"
+        )
+    if len(sizes) > 1 or len(found) > world:
+        raise StatisticsError(f"{folder} holds ranks of runs with different numbers of ranks: {sorted(sizes)}")
+
+
+def _no_run_message(folder: Path) -> str:
+    """Return the message for a folder without statistics, with the names of what the folder holds."""
+    if not folder.exists():
+        return f"{folder} does not exist"
+    if not folder.is_dir():
+        return f"{folder} is a file; a run's statistics are a folder with one file per rank"
+    names = sorted(os.listdir(folder))
+    if not names:
+        return f"{folder} is empty: no rank has begun to collect"
+    for name in names:
+        if (folder / name).is_dir() and files_in(folder / name):
+            return f"{folder} holds no statistics itself; did you mean {folder / name}?"
+    return f"{folder} holds no statistics of ort_zero (no {file_name(0, 0)}); it contains: {shortened(names, 5)}"

@@ -17,14 +17,8 @@ def module_name(module: str, occurrence: int = 1) -> str:
 
 
 def span(steps: Sequence[int]) -> str:
-    """Return ascending step numbers as text: ``"steps 0 to 4"``, or ``"3 steps from 0 to 8"`` if there are gaps."""
-    if not steps:
-        return "no steps"
-    if len(steps) == 1:
-        return f"step {steps[0]}"
-    if steps[-1] - steps[0] == len(steps) - 1:
-        return f"steps {steps[0]} to {steps[-1]}"
-    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+    """Return ascending step numbers as text: ``"steps 0 to 4"``."""
+    return f"step{'s' * (len(steps) != 1)} {number_list(steps)}" if steps else "no steps"
 
 
 def number_list(numbers: Sequence[int]) -> str:

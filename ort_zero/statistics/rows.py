@@ -7,10 +7,18 @@ values, such as an empty one, has min, max, mean and std NaN, abs_mean and l2 0.
 The sketch is a count sketch (Charikar, Chen, Farach-Colton 2002): element ``i`` of the flattened tensor is added to
 number ``i % SKETCH`` with a sign that depends on ``i`` alone. The l2 norm of the difference of two sketches estimates
 the l2 norm of the difference of two tensors of one shape, within about 10 %. The sketch of a tensor is the sum of the
-sketches of its disjoint parts.
+sketches of its disjoint parts. The sign of an element in block ``b = i // BLOCK`` and column ``j = i % SKETCH`` is
+``T[i % BLOCK] * B(b, j)``, where
+
+* ``B(b, j)`` is -1 if bit ``j`` of ``splitmix64(b)`` is set, else 1;
+* ``T[SKETCH * r + j]`` is -1 if bit ``j`` of ``splitmix64(2**64 - 1 - r)`` is set, else 1.
+
+NaN and inf are added as 0. A complex number is two elements, its real part and its imaginary part.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -38,11 +46,8 @@ _SUMS = [*(COLUMNS.index(name) for name in sorted(COUNTS)), *range(SKETCH_AT, WI
 def merge(rows: np.ndarray) -> np.ndarray:
     """Merge the rows of the disjoint parts of tensors into the rows of the whole tensors.
 
-    Args:
-        rows: float64 [parts, ..., :data:`WIDTH`], the parts in the order of their elements; a missing part is zeros.
-
-    Returns:
-        float64 [..., :data:`WIDTH`].
+    `rows` is float64 [parts, ..., :data:`WIDTH`], where a missing part is zeros; the result is float64
+    [..., :data:`WIDTH`]. First values are those of the first part.
     """
     merged = np.zeros(rows.shape[1:])
     merged[..., _SUMS] = rows[..., _SUMS].sum(axis=0)
@@ -68,15 +73,39 @@ def merge(rows: np.ndarray) -> np.ndarray:
         }
     for column, of_values in values.items():
         merged[..., column] = np.where(has_mean, of_values, 0.0 if column in (ABS_MEAN, L2) else np.nan)
-    merged[..., FIRST_COLUMNS] = _first_of(rows)
+    merged[..., FIRST_COLUMNS] = rows[0, ..., FIRST_COLUMNS]
     return merged
 
 
-def _first_of(rows: np.ndarray) -> np.ndarray:
-    """Return the first values of whole tensors, float64 [..., :data:`FIRST`]."""
-    has_value = np.arange(FIRST) < rows[..., ELEMENTS, None]
-    shape = (*rows.shape[1:-1], len(rows) * FIRST)
-    has_value, values = (np.moveaxis(of, 0, -2).reshape(shape) for of in (has_value, rows[..., FIRST_COLUMNS]))
-    order = np.argsort(~has_value, axis=-1, kind="stable")[..., :FIRST]
-    has_value, values = (np.take_along_axis(of, order, axis=-1) for of in (has_value, values))
-    return np.where(has_value, values, np.nan)
+# --- the signs of a sketch --------------------------------------------------------------------------------------------
+
+BLOCK = 4096
+"""Number of elements in a block, whose signs come from one table: a block and the table fit into the L1 cache."""
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
+_ONE = np.uint64(1)
+
+
+def splitmix64(number: Any) -> Any:
+    """Return the 64 pseudo-random bits of an unsigned 64-bit number, or of each number in an array."""
+    mixed = number + _STEP
+    mixed = (mixed ^ (mixed >> _SHIFT_1)) * _MIX_1
+    mixed = (mixed ^ (mixed >> _SHIFT_2)) * _MIX_2
+    return mixed ^ (mixed >> _SHIFT_3)
+
+
+def signs_of(words: np.ndarray) -> np.ndarray:
+    """Turn the bits of 64-bit words into signs, float64 [words, SKETCH], lowest bit first: -1 for a set bit, else 1."""
+    bits = (words[:, None] >> np.arange(SKETCH, dtype=np.uint64)) & _ONE
+    return 1 - 2 * bits.astype(np.float64)
+
+
+def signs_of_blocks(first: int, count: int) -> np.ndarray:
+    """Return ``B(b, j)`` for `count` blocks, beginning with block `first`, float64 [count, SKETCH]."""
+    return signs_of(splitmix64(np.arange(first, first + count, dtype=np.uint64)))
+
+
+TABLE = signs_of(splitmix64(~np.arange(BLOCK // SKETCH, dtype=np.uint64)))
+"""The table ``T``, float64 [BLOCK // SKETCH, SKETCH]."""

@@ -133,5 +133,10 @@ def test_a_key_below_a_value_is_refused_by_its_path(run):
     assert 'train_micro_batch_size_per_gpu.x: "train_micro_batch_size_per_gpu" is 4 in the DeepSpeed config' in message
 
 
+def test_a_global_batch_that_the_ranks_cannot_share_is_refused(run):
+    message = run("--ranks", "3", "--steps", "1").splitlines()[-1]
+    assert message.endswith('"train_micro_batch_size_per_gpu": 4 on 1 ranks is no whole number on 3 ranks'), message
+
+
 def test_ranks_without_a_launcher_that_counts_are_refused(run):
     assert "does not say how many ranks" in run("--ranks", "1", launcher="torchrun --nnodes 2 --nproc_per_node")

@@ -51,7 +51,7 @@ def test_everything_but_onnx_runtime_works_without_it(tmp_path: Path):
         assert status["enabled"] and status["fallbacks"] == 0 and status["models"] == [] and not imported
         assert any("setup_zero_stage3_hooks" in target for target in status["patches"])
     from ort_zero.checkpoint import aggregate, verify
-    from ort_zero.statistics.reader import open_run
+    from ort_zero.statistics.files import open_run
 
     assert verify(tmp_path / "checkpoint").ok
     aggregate(tmp_path / "checkpoint", tmp_path / "model")

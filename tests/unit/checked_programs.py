@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber
-from ort_zero.statistics.collect.subscriber_manager import remember
+from ort_zero.statistics.collect.subscribed_model import remember
 
 STEPS = 8
 WORDS = 60

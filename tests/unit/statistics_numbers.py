@@ -13,7 +13,7 @@ from statistics_records import records_of
 from torch import nn
 
 from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber, inspect_activation
-from ort_zero.statistics.reader import open_run
+from ort_zero.statistics.files import open_run
 from ort_zero.statistics.records import Phase
 
 

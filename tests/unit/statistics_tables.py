@@ -19,11 +19,9 @@ from torch import nn
 
 from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber
 from ort_zero.statistics.collect import subscriber as subscriber_module
-from ort_zero.statistics.collect.sampling import sampled
-from ort_zero.statistics.collect.tensor_statistics import measure_into
+from ort_zero.statistics.collect.tensor_statistics import measure_into, sampled
 from ort_zero.statistics.collect.writer import StatisticsWriter
-from ort_zero.statistics.files import DESCRIPTION
-from ort_zero.statistics.reader import open_run
+from ort_zero.statistics.files import DESCRIPTION, open_run
 from ort_zero.statistics.records import RunInfo, Table
 from ort_zero.statistics.rows import COLUMNS, COUNTS, FIRST_COLUMNS, SKETCH_COLUMNS, WIDTH
 

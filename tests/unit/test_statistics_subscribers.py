@@ -10,7 +10,7 @@ from torch import nn
 
 from ort_zero.errors import StatisticsError
 from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber, SubscriberBase, inspect_activation
-from ort_zero.statistics.reader import open_run
+from ort_zero.statistics.files import open_run
 
 
 class Scaled(nn.Module):

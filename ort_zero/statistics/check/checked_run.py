@@ -12,8 +12,8 @@ from ort_zero.statistics.check.findings import Finding
 from ort_zero.statistics.check.history import History, read_history
 from ort_zero.statistics.check.rules import RULES
 from ort_zero.statistics.compare.report import rendered, write_page
+from ort_zero.statistics.files import open_run
 from ort_zero.statistics.naming import span
-from ort_zero.statistics.reader import open_run
 from ort_zero.statistics.records import RunInfo
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from ort_zero.statistics.facts import Facts, OptimizerStep, decode
+from ort_zero.statistics.compare.align import layout_of
+from ort_zero.statistics.files import Run
 from ort_zero.statistics.naming import module_name, tensor_name
-from ort_zero.statistics.reader import Run
-from ort_zero.statistics.records import Phase, Table
+from ort_zero.statistics.records import Facts, OptimizerStep, Phase, Table, decode_facts
 from ort_zero.statistics.rows import FIRST
 from ort_zero.utils.progress import bar
 
@@ -125,15 +125,15 @@ def record_of(table: Table, rank: int, previous: Table | None) -> StepRecord:
     floating = np.array([dtype.startswith(FLOATS) for dtype in table.dtype], bool)
     outputs = np.array([kind == "output" for kind in table.kind], bool) & (table.source < 0) & floating
     root = np.flatnonzero((table.phase == Phase.FORWARD) & (table.call == 0)).tolist()
-    measured = _measured_rows(table)
-    entering = [(row, measured[row]) for row in root if table.kind[row] == "input"]
+    measured = layout_of(table).measured.tolist()
+    entering = table.batch_rows()
     leaving = [measured[row] for row in root if table.kind[row] == "output"]
     zero, constant = _uniform(table, np.flatnonzero(outputs & (table.phase == Phase.FORWARD)), measured)
     finite = np.concatenate([np.abs(table.max[outputs]), np.abs(table.min[outputs]), [0.0]])
     return StepRecord(
         step=table.step,
         rank=rank,
-        facts=decode(table.facts) if table.facts else Facts(),
+        facts=decode_facts(table.facts),
         partitioned=frozenset(table.full_name(row) for row in parameters if table.partitioned[row]),
         shapes={table.full_name(row): table.shape[row] for row in parameters},
         precise=frozenset(
@@ -141,11 +141,11 @@ def record_of(table: Table, rank: int, previous: Table | None) -> StepRecord:
             for row in parameters
             if table.elements[row] >= FIRST and table.dtype[row] in ("float32", "float64")
         ),
-        origin=_origin(table, floating, measured),
+        origin=_origin(table, floating),
         loss=_loss(table, leaving),
-        inputs={table.slot[row]: _fingerprint(table, at) for row, at in entering if table.elements[at] > 1},
+        inputs={table.slot[row]: _fingerprint(table, row) for row in entering if table.elements[row] > 1},
         outputs=hash(tuple(_fingerprint(table, at) for at in leaving)),
-        ignored=tuple(table.slot[row] for row, at in entering if table.min[at] == table.max[at] == IGNORED),
+        ignored=tuple(table.slot[row] for row in entering if table.min[row] == table.max[row] == IGNORED),
         zero=zero,
         constant=constant,
         gradients={
@@ -155,13 +155,6 @@ def record_of(table: Table, rank: int, previous: Table | None) -> StepRecord:
         ratios=_ratios(previous, table, parameters) if previous is not None else {},
         largest=float(np.nanmax(finite)),
     )
-
-
-def _measured_rows(table: Table) -> dict[int, int]:
-    """Return for each row of the forward the row that has its statistics."""
-    forward = np.flatnonzero(table.phase == Phase.FORWARD).tolist()
-    by_order = {int(table.order[row]): row for row in forward}
-    return {row: by_order.get(int(table.source[row]), row) for row in forward}
 
 
 def _fingerprint(table: Table, row: int) -> int:
@@ -175,7 +168,7 @@ def _loss(table: Table, leaving: list[int]) -> float | None:
     return float(table.first[first, 0])
 
 
-def _uniform(table: Table, rows: np.ndarray, measured: dict[int, int]) -> tuple[frozenset[str], frozenset[str]]:
+def _uniform(table: Table, rows: np.ndarray, measured: list[int]) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of the outputs that are zero though an input is not, and of those with one other value.
 
     Outputs without a gradient are left out: a position bias of zeros is no computed value.
@@ -215,7 +208,7 @@ def _ratios(previous: Table, table: Table, parameters: list[int]) -> dict[str, f
     return ratios
 
 
-def _origin(table: Table, floating: np.ndarray, measured: dict[int, int]) -> Place | None:
+def _origin(table: Table, floating: np.ndarray) -> Place | None:
     """Return the first value of a step that is not finite: a parameter, a value of the forward, or a gradient.
 
     A mask of -inf is no such value. Gradients are computed from the last tensor to the first.
@@ -255,10 +248,5 @@ def _place(table: Table, row: int) -> Place:
         if caller.size:
             module = module_name(table.module[caller[0]], int(table.occurrence[caller[0]]))
             tensor = f"what it passes to {table.module[row]}"
-    return Place(
-        module=module,
-        tensor=tensor,
-        direction=direction,
-        value="nan" if table.nan[row] else "inf",
-        dtype=table.dtype[row],
-    )
+    value = "nan" if table.nan[row] else "inf"
+    return Place(module=module, tensor=tensor, direction=direction, value=value, dtype=table.dtype[row])

@@ -13,7 +13,7 @@ from itertools import combinations, pairwise
 
 from ort_zero.statistics.check.findings import Finding, found
 from ort_zero.statistics.check.history import History, StepRecord
-from ort_zero.statistics.facts import OptimizerStep
+from ort_zero.statistics.records import OptimizerStep
 
 Rule = Callable[[History], Iterator[Finding]]
 _FLOAT16_MAX = 65504.0
@@ -25,9 +25,6 @@ def _training(records: Sequence[StepRecord]) -> list[StepRecord]:
 
 def _same_digest(a: StepRecord, b: StepRecord, name: str) -> bool:
     return a.facts.parameters.get(name) == b.facts.parameters.get(name)
-
-
-# --- values -----------------------------------------------------------------------------------------------------------
 
 
 def not_finite(history: History) -> Iterator[Finding]:
@@ -113,9 +110,6 @@ def skipped_steps(history: History, steps: int = 40) -> Iterator[Finding]:
                 yield found("skipped", record, value=f"{steps} steps")
 
 
-# --- replicas ---------------------------------------------------------------------------------------------------------
-
-
 def replicas_apart(history: History, same_norm: float = 1e-4) -> Iterator[Finding]:
     """Report parameters, and gradients in optimizers, that differ between data-parallel ranks.
 
@@ -145,9 +139,6 @@ def _unequal_gradients(mine: StepRecord, theirs: StepRecord, tolerance: float) -
             if len(both) == 2 and abs(both[0] - both[1]) > tolerance * max(both):
                 names.add(name)
     return names
-
-
-# --- updates ----------------------------------------------------------------------------------------------------------
 
 
 def unchanged_parameters(history: History, updates: int = 3) -> Iterator[Finding]:
@@ -251,9 +242,6 @@ def learning_rates(history: History, updates: int = 5) -> Iterator[Finding]:
                 streak, ever = 0 if any(rates) else streak + 1, ever or any(rates)
                 if streak == updates:
                     yield found("rate ends" if ever else "no rate", record)
-
-
-# --- modes, data, ties ------------------------------------------------------------------------------------------------
 
 
 def modes(history: History) -> Iterator[Finding]:

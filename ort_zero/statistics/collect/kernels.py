@@ -3,7 +3,7 @@
 A row that is not complete holds sums: MEAN is the mean of the values so far, STD the sum of squared deviations from
 MEAN, ABS_MEAN the sum of magnitudes.
 
-Values are read in blocks of :data:`~.sketch_signs.BLOCK`, which stay in the L1 cache. The loop of :mod:`.vector_loop`
+Values are read in blocks of :data:`~.rows.BLOCK`, which stay in the L1 cache. The loop of :mod:`.vector_loop`
 reads most of each block.
 """
 
@@ -14,25 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ort_zero.statistics import extra
-from ort_zero.statistics.collect.sketch_signs import BLOCK, TABLE, splitmix64
-from ort_zero.statistics.rows import (
-    ABS_MEAN,
-    ELEMENTS,
-    FIRST,
-    FIRST_AT,
-    INF,
-    L2,
-    MAX,
-    MEAN,
-    MIN,
-    NAN,
-    NEGATIVE,
-    POSITIVE,
-    SKETCH,
-    SKETCH_AT,
-    STD,
-    ZERO,
-)
+from ort_zero.statistics import rows as column
+from ort_zero.statistics.rows import BLOCK, FIRST, FIRST_AT, SKETCH, SKETCH_AT, TABLE, splitmix64
 
 with extra.required():
     import numba
@@ -41,8 +24,8 @@ with extra.required():
 
     from ort_zero.statistics.collect.vector_loop import accumulate
 
-Kernel = Callable[[np.ndarray, int, np.ndarray, np.ndarray, bool, bool], None]
-"""``kernel(values, offset, row, table, begins, ends)``: add values to a row. `offset` is the flat index of the first
+Kernel = Callable[[np.ndarray, int, np.ndarray, bool, bool], None]
+"""``kernel(values, offset, row, begins, ends)``: add values to a row. `offset` is the flat index of the first
 value within its tensor, `begins` clears the row first, `ends` turns the sums into statistics at the end."""
 
 TABLE_32 = TABLE.astype(np.float32).reshape(-1)
@@ -55,26 +38,26 @@ _mixed = numba.njit(nogil=True)(splitmix64)
 def _begin(row):
     """Clear a row: the statistics of zero values."""
     row[:] = 0.0
-    row[MIN] = np.inf
-    row[MAX] = -np.inf
+    row[column.MIN] = np.inf
+    row[column.MAX] = -np.inf
     row[FIRST_AT : FIRST_AT + FIRST] = np.nan
 
 
 @numba.njit(nogil=True)
 def _end(row):
     """Turn the sums in a row into statistics."""
-    count = row[ELEMENTS] - row[NAN] - row[INF]
-    row[POSITIVE] = count - row[NEGATIVE] - row[ZERO]
+    count = row[column.ELEMENTS] - row[column.NAN] - row[column.INF]
+    row[column.POSITIVE] = count - row[column.NEGATIVE] - row[column.ZERO]
     if count == 0:
-        row[MIN : STD + 1] = np.nan
+        row[column.MIN : column.STD + 1] = np.nan
         return
-    row[L2] = math.sqrt(row[STD] + count * row[MEAN] * row[MEAN])
-    row[STD] = math.sqrt(row[STD] / count)
-    row[ABS_MEAN] /= count
+    row[column.L2] = math.sqrt(row[column.STD] + count * row[column.MEAN] * row[column.MEAN])
+    row[column.STD] = math.sqrt(row[column.STD] / count)
+    row[column.ABS_MEAN] /= count
 
 
 @numba.njit(nogil=True)
-def _scan(x, start, centre, table, columns):
+def _scan(x, start, centre, columns):
     """Return sums over values of one block, and write their sketch into ``columns``.
 
     Position ``start`` of the block holds ``x[0]``. The results are the sums of deviations from the centre, of squared
@@ -84,7 +67,7 @@ def _scan(x, start, centre, table, columns):
     rows = (x.size - head) // SKETCH
     total, squares, magnitude, low, high, negative, zero = accumulate(
         x.ctypes.data + head * x.itemsize,
-        table.ctypes.data + (start + head) % BLOCK * table.itemsize,
+        TABLE_32.ctypes.data + (start + head) % BLOCK * TABLE_32.itemsize,
         columns.ctypes.data,
         rows,
         centre,
@@ -100,7 +83,7 @@ def _scan(x, start, centre, table, columns):
         high = max(high, np.float64(value))
         negative += value < 0
         zero += value == 0
-        columns[(start + i) % SKETCH] += value * table[start + i]
+        columns[(start + i) % SKETCH] += value * TABLE_32[start + i]
     return total, squares, magnitude, low, high, negative, zero
 
 
@@ -108,59 +91,42 @@ def _scan(x, start, centre, table, columns):
 def _add(count, centre, sums, sketch, word, row):
     """Add the sums over a block of ``count`` finite values to a row (Chan, Golub, LeVeque 1979)."""
     total, squares, magnitude, low, high, negative, zero = sums
-    before = row[ELEMENTS] - row[NAN] - row[INF]
-    delta = centre + total / count - row[MEAN]
+    before = row[column.ELEMENTS] - row[column.NAN] - row[column.INF]
+    delta = centre + total / count - row[column.MEAN]
     part = count / (before + count)
-    row[MEAN] += delta * part
-    row[STD] += max(squares - total * total / count, 0.0) + delta * delta * before * part
+    row[column.MEAN] += delta * part
+    row[column.STD] += max(squares - total * total / count, 0.0) + delta * delta * before * part
     # if all values have one sign, the magnitudes follow from the deviations, whose sum has a smaller rounding error
-    row[ABS_MEAN] += abs(centre * count + total) if low >= 0 or high <= 0 else magnitude
-    row[MIN] = min(row[MIN], low)
-    row[MAX] = max(row[MAX], high)
-    row[NEGATIVE] += negative
-    row[ZERO] += zero
+    row[column.ABS_MEAN] += abs(centre * count + total) if low >= 0 or high <= 0 else magnitude
+    row[column.MIN] = min(row[column.MIN], low)
+    row[column.MAX] = max(row[column.MAX], high)
+    row[column.NEGATIVE] += negative
+    row[column.ZERO] += zero
     for j in range(SKETCH):
         sign = 1.0 - 2.0 * np.float64((word >> np.uint64(j)) & _ONE)
         row[SKETCH_AT + j] += sign * sketch[j]
-    row[ELEMENTS] += count
+    row[column.ELEMENTS] += count
 
 
 @numba.njit(nogil=True)
-def _add_careful(x, start, word, table, row):
+def _add_careful(x, start, word, row):
     """Add a block to a row in float64; NaN and inf are counted and left out."""
-    # the mean is summed from values / size, as the sum of large values would overflow
-    count, centre, part = 0, 0.0, 1.0 / x.size
-    for k in range(x.size):
-        if math.isnan(x[k]):
-            row[NAN] += 1
-        elif math.isinf(x[k]):
-            row[INF] += 1
-        else:
-            count += 1
-            centre += np.float64(x[k]) * part
-    row[ELEMENTS] += x.size - count
-    if count == 0:
-        return
-    centre *= x.size / count
-    sketch = np.zeros(SKETCH)
-    total, squares, magnitude, negative, zero = 0.0, 0.0, 0.0, 0.0, 0.0
-    low, high = np.inf, -np.inf
-    for k in range(x.size):
-        value = np.float64(x[k])
-        if math.isfinite(value):
-            total += value - centre
-            squares += (value - centre) * (value - centre)
-            magnitude += abs(value)
-            low = min(low, value)
-            high = max(high, value)
-            negative += value < 0
-            zero += value == 0
-            sketch[(start + k) % SKETCH] += value * table[start + k]
-    _add(count, centre, (total, squares, magnitude, low, high, negative, zero), sketch, word, row)
+    finite = np.isfinite(x)
+    values = x[finite].astype(np.float64)
+    missing, without = x.size - values.size, np.isnan(x).sum()
+    row[column.ELEMENTS] += missing
+    row[column.NAN] += without
+    row[column.INF] += missing - without
+    if values.size:
+        columns = np.empty(SKETCH)
+        centre = (values / values.size).sum()  # the sum of large values would overflow
+        sums = _scan(values, 0, centre, columns)
+        _scan(np.where(finite, x, x.dtype.type(0)).astype(np.float64), start, 0.0, columns)
+        _add(values.size, centre, sums, columns, word, row)
 
 
 @numba.njit(nogil=True)
-def _add_block(x, start, word, table, columns, row):
+def _add_block(x, start, word, columns, row):
     """Add a block to a row, in the precision of ``x`` where that is exact enough, else in float64."""
     some = min(x.size, SKETCH)
     centre = x.dtype.type(0)
@@ -168,12 +134,12 @@ def _add_block(x, start, word, table, columns, row):
         centre += x[k]
     centre = centre / x.dtype.type(some)
     for attempt in range(2):
-        sums = _scan(x, start, centre, table, columns)
+        sums = _scan(x, start, centre, columns)
         total, squares, magnitude, low, high, negative, zero = sums
         # within these limits no float32 sum overflows and no relevant square underflows; False with NaN and inf
         fits = squares <= 1e37 and (squares >= 1e-32 * x.size or low == high)
         if not fits:
-            _add_careful(x, start, word, table, row)
+            _add_careful(x, start, word, row)
             return
         if attempt == 1 or total * total <= 0.5 * squares * x.size:
             _add(x.size, np.float64(centre), sums, columns, word, row)
@@ -183,9 +149,9 @@ def _add_block(x, start, word, table, columns, row):
 
 
 @numba.njit(nogil=True)
-def _add_values(x, offset, table, row):
+def _add_values(x, offset, row):
     """Add values to a row, block by block of the sketch."""
-    seen = int(row[ELEMENTS])
+    seen = int(row[column.ELEMENTS])
     for k in range(min(FIRST - seen, x.size)):
         row[FIRST_AT + seen + k] = x[k]
     columns = np.empty(SKETCH, x.dtype)
@@ -194,19 +160,19 @@ def _add_values(x, offset, table, row):
         start = (offset + at) % BLOCK
         stop = min(at + BLOCK - start, x.size)
         word = _mixed(np.uint64((offset + at) // BLOCK))
-        _add_block(x[at:stop], start, word, table, columns, row)
+        _add_block(x[at:stop], start, word, columns, row)
         at = stop
 
 
-def _of_floats(values, offset, row, table, begins, ends):
+def _of_floats(values, offset, row, begins, ends):
     if begins:
         _begin(row)
-    _add_values(values, offset, table, row)
+    _add_values(values, offset, row)
     if ends:
         _end(row)
 
 
-def _of_bfloat16(halves, offset, row, table, begins, ends):
+def _of_bfloat16(halves, offset, row, begins, ends):
     """Add bfloat16 values to a row; their bits arrive as int16, the upper halves of float32 values."""
     if begins:
         _begin(row)
@@ -219,7 +185,7 @@ def _of_bfloat16(halves, offset, row, table, begins, ends):
         part = halves[at : at + size]
         for k in range(size):
             bits[k] = np.uint32(np.uint16(part[k])) << np.uint32(16)
-        _add_values(values[:size], offset + at, table, row)
+        _add_values(values[:size], offset + at, row)
         at += size
     if ends:
         _end(row)
@@ -241,17 +207,10 @@ def compiled(dtype: str) -> Kernel:
     """
     function, element = _SOURCES[dtype]
     values = types.Array(element, 1, "C", readonly=False, aligned=True)
-    row, table = types.Array(types.float64, 1, "C"), types.Array(types.float32, 1, "C")
-    signature = types.void(values, types.int64, row, table, types.boolean, types.boolean)
+    row = types.Array(types.float64, 1, "C")
+    signature = types.void(values, types.int64, row, types.boolean, types.boolean)
     try:
-        kernel = numba.njit(nogil=True, cache=True)(function)
-        try:
-            kernel.compile(signature)
-        except OSError:
-            # the disk is full: the compiled code cannot be stored, but it can run
-            if not kernel.signatures:
-                raise
-        return kernel
+        return numba.njit([signature], nogil=True, cache=True)(function)
     except Exception:
-        # no cache folder is writable, or stored code is unreadable: compile without the cache
+        # no cache folder is writable, the disk is full, or stored code is unreadable: compile without the cache
         return numba.njit([signature], nogil=True)(function)

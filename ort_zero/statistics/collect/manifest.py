@@ -19,8 +19,7 @@ from ort_zero.compat.deepspeed import full_shape
 from ort_zero.compat.versions import installed
 from ort_zero.distributed.run_id import run_id
 from ort_zero.statistics.collect.module_calls import clean_path
-from ort_zero.statistics.collect.subscribed_model import SubscribedModel
-from ort_zero.statistics.collect.subscriber_manager import remembered
+from ort_zero.statistics.collect.subscribed_model import remembered
 
 _PACKAGES = ("torch", "onnxruntime-training", "deepspeed", "transformers", "numpy")
 
@@ -47,10 +46,8 @@ def owned_parameters(model: torch.nn.Module) -> list[tuple[str, str, torch.nn.Pa
     return parameters
 
 
-def manifest_of(subscribed: SubscribedModel, start_step: int, end_step: int | None, parameters: str) -> dict[str, Any]:
-    """Return the manifest of a run for this rank."""
-    model = subscribed.root
-    assert model is not None, "its forward runs"
+def manifest_of(model: torch.nn.Module, start_step: int, end_step: int | None, parameters: str) -> dict[str, Any]:
+    """Return the manifest of a run of a user's module for this rank."""
     shapes = {}
     types: Counter[str] = Counter()
     for path, name, parameter in owned_parameters(model):
@@ -65,7 +62,7 @@ def manifest_of(subscribed: SubscribedModel, start_step: int, end_step: int | No
         "run_id": run_id(),
         "rank": rank,
         "world_size": world_size,
-        **{"backend": subscribed.backend, "zero_stage": 0, "data_parallel": False, **_plain(remembered(model))},
+        **{"backend": "torch", "zero_stage": 0, "data_parallel": False, **_plain(remembered(model))},
         "dtype": types.most_common(1)[0][0] if types else "",
         "model": type(model).__name__,
         "model_digest": digest,

@@ -49,11 +49,6 @@ class TensorSlot:
     source: int
     """Order of the first slot of the same tensor in the step; -1 if this slot is the first."""
 
-    @property
-    def module(self) -> Module | None:
-        """The module that is called."""
-        return self.call.module
-
 
 def clean_path(path: str) -> str:
     """Return a module's path without the parts that wrappers add."""
@@ -126,13 +121,9 @@ class CallTracker:
                 return call
 
     def slot_of(self, tensor: torch.Tensor, call: ModuleCall, kind: str, name: str) -> TensorSlot:
-        """Return a new slot for a tensor that the code has reached.
+        """Return a new slot for a tensor that the code has reached, with the fields of :class:`TensorSlot`.
 
-        Args:
-            tensor: the tensor; an earlier tensor of this step with equal memory, shape and version is the same tensor.
-            call: the call that the tensor goes into or comes out of.
-            kind: ``"input"``, ``"output"`` or ``"inspect"``.
-            name: see :attr:`TensorSlot.name`.
+        An earlier tensor of this step with equal memory, shape and version is the same tensor.
         """
         key = _identity(tensor)
         seen = self._seen.get(key)
@@ -140,12 +131,9 @@ class CallTracker:
         slot = TensorSlot(len(self.slots), call, kind, name, source)
         self.slots.append(slot)
         if source < 0:
-            self._remember(key, slot, tensor)
+            with torch.no_grad():
+                self._seen[key] = (slot.order, StorageWeakRef(tensor.untyped_storage()))
         return slot
-
-    def _remember(self, key: tuple, slot: TensorSlot, tensor: torch.Tensor) -> None:
-        with torch.no_grad():
-            self._seen[key] = (slot.order, StorageWeakRef(tensor.untyped_storage()))
 
 
 def _identity(tensor: torch.Tensor) -> tuple:

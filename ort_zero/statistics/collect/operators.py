@@ -1,7 +1,7 @@
 """Record what each operator of one module takes and returns in one step, as statistics of two runs to be compared.
 
 A dispatch mode sees PyTorch's operators, during the module's forward and each autograd node that it has made. A unit
-that an engine runs takes no mode: its graphs show their operators (:func:`.graph_passes.observe_operators`).
+that an engine runs takes no mode: its graphs show their operators (:func:`.graph_operators.observe_operators`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from ort_zero.statistics.collect.manifest import manifest_of
 from ort_zero.statistics.collect.subscriber import CollectedStep
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.statistics.collect.writer import StatisticsWriter
-from ort_zero.statistics.facts import Facts
 from ort_zero.statistics.naming import module_name
-from ort_zero.statistics.records import Phase
+from ort_zero.statistics.records import Facts, Phase
 from ort_zero.utils.tree_map import map_slots
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
@@ -71,13 +70,7 @@ def _is_within(path: str, above: str) -> bool:
 
 
 class OperatorRecorder(SubscriberBase):
-    """Records the operators of one module, forward and backward, in one step.
-
-    Args:
-        output_dir: folder of the statistics, the same on all ranks.
-        module: path of the module; empty for the whole model.
-        step: number of the step.
-    """
+    """Records the operators of a module (empty: the whole model), forward and backward, in the step of a number."""
 
     def __init__(self, output_dir: str, module: str, step: int):
         self.start_step, self.end_step = max(step - 1, 0), step + 1
@@ -107,7 +100,7 @@ class OperatorRecorder(SubscriberBase):
         self._model = subscribed_model.subscribed_model_of(model)
         self._is_on = step == self._step.number
         if self._is_on:
-            self._writer = StatisticsWriter(self._folder, manifest=manifest_of(self._model, step, step + 1, "off"))
+            self._writer = StatisticsWriter(self._folder, manifest=manifest_of(model, step, step + 1, "off"))
 
     def post_forward_model_apply(self, step: int, model: Any, outputs: Any) -> None:
         """Have the units traced anew before the recorded step."""

@@ -1,9 +1,7 @@
-"""Count the steps of a model that has subscribers, and call the subscribers' actions on modules and tensors.
+"""Subscribe to models, count the steps of a model, and call the subscribers' actions on modules and tensors.
 
 In PyTorch, module hooks call the actions. Within a compiled unit Dynamo captures operators in place of the hooks' code
-(:mod:`.graph_operators`). In ORTModule, extra graph nodes pass the values to the actions (see
-:mod:`ort_zero.ortmodule.statistics.graph_readers`), and the runtime calls :meth:`SubscribedModel.begin_step` and
-:meth:`SubscribedModel.end_step`.
+(:mod:`.graph_operators`).
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,24 +20,95 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ort_zero.compat.torch_modules import modules_of
+from ort_zero.compat import deepspeed as ds_compat
+from ort_zero.compat.torch_modules import inside_of_compiled, modules_of
 from ort_zero.log import get_logger
-from ort_zero.statistics.collect.graph_capture import PLACE, capture, is_captured
 from ort_zero.statistics.collect.module_calls import CallTracker, TensorSlot
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.utils.tree_map import map_arguments, map_slots
 
 _by_root: MutableMapping[Module, SubscribedModel] = WeakIdKeyDictionary()
+_facts: MutableMapping[Module, dict[str, Any]] = WeakIdKeyDictionary()
 running: list[SubscribedModel] = []
 """Models whose forward is running in PyTorch, innermost last."""
 running_again: list[RunAgain] = []
 """Runs of compiled units by activation checkpointing, innermost last."""
 hooks_changed: list[Callable[[Module], None]] = []
 """Functions to call with a user's module whose hooks were added or removed: compiled graphs hold the hooks' code."""
+PLACE = "_ort_zero_place"
+"""Attribute of modules within a compiled unit: the path from the unit, empty for the unit. An attribute, since layers
+with equal attributes share Dynamo's graph."""
+_marked = [False]
+"""Whether units are marked."""
 _KEPT_STEPS = 8
 """Number of steps whose slots are kept for gradients that arrive later."""
 _numbers = itertools.count()
 _to_close: weakref.WeakSet[SubscriberBase] = weakref.WeakSet()
+
+
+class GlobalSubscriberManager:
+    """The entry point to subscribe to a whole model, wrapped or not."""
+
+    @staticmethod
+    def subscribe(model: Module, subscribers: Iterable[SubscriberBase]) -> SubscribedModel:
+        """Call `subscribers` in every step of `model` from now on. Each rank whose values are wanted must call.
+
+        Args:
+            model: a module, or an ORTModule, DistributedDataParallel or DeepSpeed engine around a module. A second call
+                for the same module adds subscribers.
+            subscribers: instances of :class:`SubscriberBase`, each for one model only.
+
+        Returns:
+            The model with its subscribers; :meth:`SubscribedModel.remove` removes all subscribers.
+        """
+        root = unwrapped(model)
+        kinds = {base.__name__ for base in type(model).__mro__}
+        if "DistributedDataParallel" in kinds:
+            remember(root, data_parallel=True)
+        if "DeepSpeedEngine" in kinds:
+            remember(root, ds_config=ds_compat.config_dict(model))
+        if root not in _by_root:
+            _by_root[root] = SubscribedModel(root)
+        _by_root[root].add(tuple(subscribers))
+        return _by_root[root]
+
+
+def unwrapped(model: Any) -> Module:
+    """Return the user's module inside of ORTModule, DistributedDataParallel, DeepSpeed's engine, ``torch.compile``."""
+    while True:
+        kind = {base.__name__ for base in type(model).__mro__}
+        if kind & {"ORTModule", "DistributedDataParallel", "DeepSpeedEngine", "DataParallel"}:
+            model = model.module
+        elif "OptimizedModule" in kind:
+            model = inside_of_compiled(model)
+        else:
+            return model
+
+
+def remember(model: Module, **facts: Any) -> None:
+    """Remember facts about a model, wrapped or not, for the manifests of its runs.
+
+    The facts are the `zero_stage` of the engine around it, `data_parallel` if all ranks are replicas, its `ds_config`,
+    and its `backend`.
+    """
+    _facts.setdefault(unwrapped(model), {}).update(facts)
+
+
+def remembered(root: Module) -> dict[str, Any]:
+    """Return what :func:`remember` was told about a user's module."""
+    return _facts.get(root, {})
+
+
+def inspect_activation(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Show a tensor inside a ``forward`` to subscribers; the code must use the returned tensor from there on.
+
+    Args:
+        name: name of the tensor in the records; use the same name in all runs that are compared.
+        tensor: any tensor; its gradient is shown too, if backward computes one.
+    """
+    if torch.compiler.is_dynamo_compiling() and _capture_inspected(name, tensor):
+        return tensor
+    return running[-1].inspect(name, tensor) if running else tensor
 
 
 def subscribed_model_of(root: Module) -> SubscribedModel | None:
@@ -54,15 +123,6 @@ def subscribed_models_in(module: Module) -> list[SubscribedModel]:
     return [model for part in modules_of(module) if (model := _by_root.get(part)) is not None]
 
 
-def subscribe(root: Module, subscribers: Sequence[SubscriberBase]) -> SubscribedModel:
-    """Add subscribers to a user's module, and return the module with all its subscribers."""
-    model = _by_root.get(root)
-    if model is None:
-        model = _by_root[root] = SubscribedModel(root)
-    model.add(subscribers)
-    return model
-
-
 @dataclass
 class RunAgain:
     """A run of a compiled unit within a backward."""
@@ -74,11 +134,7 @@ class RunAgain:
 
 
 class SubscribedModel:
-    """The subscribers of one model, and the number of the model's step.
-
-    Args:
-        root: the user's module.
-    """
+    """The subscribers of one model, the user's module `root`, and the number of the model's step."""
 
     def __init__(self, root: Module):
         # weak references in both directions: neither the model nor this object keeps the other alive
@@ -92,8 +148,6 @@ class SubscribedModel:
         """The active subscribers that act on gradients."""
         self.step = -1
         """Number of the current step, between steps of the last one; -1 before the first."""
-        self.backend = "torch"
-        """The backend of the step: ``"torch"`` or ``"onnxruntime"``."""
         self.calls = CallTracker(root)
         self._slots: dict[int, list[TensorSlot]] = {}
         """The slots of the last steps, by the number of the step."""
@@ -104,9 +158,9 @@ class SubscribedModel:
         """The user's module; None after the module was deleted."""
         return self._root()
 
-    def add(self, subscribers: Sequence[SubscriberBase]) -> None:
+    def add(self, subscribers: tuple[SubscriberBase, ...]) -> None:
         """Add subscribers, and hook the modules if these are the first subscribers."""
-        self.subscribers += tuple(subscribers)
+        self.subscribers += subscribers
         _to_close.update(subscribers)
         if not self._handles:
             self._register_hooks()
@@ -127,10 +181,9 @@ class SubscribedModel:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def begin_step(self, backend: str = "torch") -> None:
-        """Begin a step in ``"torch"`` or ``"onnxruntime"``; close subscribers whose `end_step` is reached."""
+    def _begin_step(self) -> None:
+        """Begin a step; close subscribers whose `end_step` is reached."""
         self.step += 1
-        self.backend = backend
         self.active = tuple(s for s in self.subscribers if s.is_active(self.step))
         over = [s for s in self.subscribers if s.end_step is not None and s.end_step <= self.step]
         for subscriber in over:
@@ -147,18 +200,8 @@ class SubscribedModel:
         for subscriber in self.active:
             subscriber.pre_forward_model_apply(self.step, self.root)
 
-    def end_step(self, outputs: Any) -> None:
-        """End the forward of a step."""
-        for subscriber in self.active:
-            subscriber.post_forward_model_apply(self.step, self.root, outputs)
-
     def show_tensor(self, slot: TensorSlot, tensor: torch.Tensor, *, gradient: bool = True) -> torch.Tensor | None:
-        """Show the active subscribers a tensor.
-
-        Args:
-            slot: the slot of the tensor.
-            tensor: the tensor.
-            gradient: also show the tensor's gradient when backward has computed it.
+        """Show the active subscribers a tensor, and, unless `gradient` is False, later the tensor's gradient.
 
         Returns:
             The tensor that subscribers returned as a replacement, None if no subscriber replaced the tensor.
@@ -168,25 +211,18 @@ class SubscribedModel:
             new = subscriber.forward_slot_apply(self.step, slot, shown)
             shown = shown if new is None else new
         if gradient and slot.source < 0 and self._for_gradients and shown.requires_grad and torch.is_grad_enabled():
-            self._expect_gradient(self.step, slot, shown)
+            self._expect_gradient(slot, shown)
         return None if shown is tensor else shown
-
-    def show_gradient(self, step: int, slot: TensorSlot, gradient: torch.Tensor) -> None:
-        """Show a gradient to the subscribers that were active in `step`."""
-        if step == self.step:
-            subscribers = self._for_gradients
-        else:
-            subscribers = tuple(s for s in self.subscribers if s.is_active(step) and s.acts_on_gradients())
-        for subscriber in subscribers:
-            subscriber.gradient_slot_apply(step, slot, gradient)
 
     def show_gradient_of(self, step: int, order: int, gradient: torch.Tensor) -> None:
         """Show the gradient of a slot to the subscribers that were active in `step`; a step long past is left out."""
         if step in self._slots:
-            self.show_gradient(step, self._slots[step][order], gradient)
+            for subscriber in self.subscribers:
+                if subscriber.is_active(step) and subscriber.acts_on_gradients():
+                    subscriber.gradient_slot_apply(step, self._slots[step][order], gradient)
 
-    def _expect_gradient(self, step: int, slot: TensorSlot, tensor: torch.Tensor) -> None:
-        subscribers = self._for_gradients
+    def _expect_gradient(self, slot: TensorSlot, tensor: torch.Tensor) -> None:
+        step, subscribers = self.step, self._for_gradients
 
         # the hook lives as long as the autograd graph: it must not refer to self, which refers to the model
         def arrived(gradient: torch.Tensor) -> None:
@@ -211,14 +247,14 @@ class SubscribedModel:
 
         # functions with a weak reference to self: a deep copy of the module must not copy this object
         def before(module: Module, args: tuple, kwargs: dict) -> Any:
-            if is_captured(module):
-                return capture(module, "input", _slots_in((args, kwargs)))
+            if _is_captured(module):
+                return _capture(module, "input", _slots_in((args, kwargs)))
             here = reference()
             return None if here is None else here._before(module, args, kwargs)
 
         def after(module: Module, args: tuple, kwargs: dict, outputs: Any) -> Any:
-            if is_captured(module):
-                return capture(module, "output", _slots_in((outputs,)))
+            if _is_captured(module):
+                return _capture(module, "output", _slots_in((outputs,)))
             here = reference()
             return None if here is None else here._after(module, args, outputs)
 
@@ -235,7 +271,7 @@ class SubscribedModel:
 
     def _before(self, module: Module, args: tuple, kwargs: dict) -> Any:
         if module is self.root:
-            self.begin_step()
+            self._begin_step()
             if not self._handles:
                 return None  # the last step of all subscribers was the one before
             running.append(self)
@@ -273,7 +309,8 @@ class SubscribedModel:
             lambda name, tensor: self.show_tensor(self.calls.slot_of(tensor, call, "output", name), tensor), outputs
         )
         if module is self.root:
-            self.end_step(outputs)
+            for subscriber in self.active:
+                subscriber.post_forward_model_apply(self.step, self.root, outputs)
         return None if outputs is old_outputs else outputs
 
     def _expect_recomputed(self, module: Module, outputs: Any) -> None:
@@ -288,17 +325,9 @@ class SubscribedModel:
         def expect(name: str, tensor: torch.Tensor) -> None:
             slots = self.calls.earlier_slots(path, "output", name)
             if tensor.requires_grad and slots and slots[-1].source < 0:
-                self._expect_gradient(self.step, slots[-1], tensor)
+                self._expect_gradient(slots[-1], tensor)
 
         map_slots(expect, outputs)
-
-
-def _slots_in(values: tuple) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors in each of the values with their slots; Dynamo traces the function."""
-    slots: list[tuple[str, torch.Tensor]] = []
-    for value in values:
-        map_slots(lambda name, tensor: slots.append((name, tensor)), value)
-    return slots
 
 
 def _forward_ended(reference: weakref.ref, module: Module, args: tuple, outputs: Any) -> None:
@@ -315,3 +344,43 @@ def _close_all() -> None:
             subscriber.close()
         except Exception as error:
             get_logger().warning("%s was not closed: %s", type(subscriber).__name__, error)
+
+
+# --- operators that Dynamo captures in place of the hooks' Python code ------------------------------------------------
+
+
+def mark_places(unit: Module) -> None:
+    """Mark the modules of a compiled unit: Dynamo captures their hooks when it traces the unit the next time."""
+    for path, module in unit.named_modules():
+        setattr(module, PLACE, path)
+    _marked[0] = True
+
+
+def _is_captured(module: Any) -> bool:
+    """Return True within Dynamo's trace of a marked unit, for the modules in the unit."""
+    return torch.compiler.is_dynamo_compiling() and bool(getattr(module, PLACE, None))
+
+
+def _capture_inspected(name: str, tensor: torch.Tensor) -> bool:
+    """Add a tensor of ``inspect_activation`` to the graph; return False if no unit is marked. Dynamo traces this."""
+    if not _marked[0]:
+        return False
+    torch.ops.ort_zero.observe.default(tensor, "", "inspect", name, False, False)
+    return True
+
+
+def _capture(module: Module, kind: str, slots: list[tuple[str, torch.Tensor]]) -> None:
+    """Add the tensors of a module call to the graph that Dynamo captures; to be traced by Dynamo."""
+    place = getattr(module, PLACE)
+    last = len(slots) - 1
+    for index, (name, tensor) in enumerate(slots):
+        begins, ends = kind == "input" and index == 0, kind == "output" and index == last
+        torch.ops.ort_zero.observe.default(tensor, place, kind, name, begins, ends)
+
+
+def _slots_in(values: tuple) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors in each of the values with their slots; Dynamo traces the function."""
+    slots: list[tuple[str, torch.Tensor]] = []
+    for value in values:
+        map_slots(lambda name, tensor: slots.append((name, tensor)), value)
+    return slots

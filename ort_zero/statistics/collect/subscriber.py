@@ -13,17 +13,14 @@ import torch
 from ort_zero.compat.deepspeed import full_shape, local_part
 from ort_zero.errors import StatisticsError
 from ort_zero.log import get_logger
-from ort_zero.statistics.collect import tensor_statistics
 from ort_zero.statistics.collect.manifest import manifest_of, owned_parameters, rank_and_size
 from ort_zero.statistics.collect.module_calls import TensorSlot
-from ort_zero.statistics.collect.sampling import sampled
-from ort_zero.statistics.collect.subscribed_model import subscribed_model_of
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
+from ort_zero.statistics.collect.tensor_statistics import measure_into, sampled
 from ort_zero.statistics.collect.training_facts import FactsCollector
 from ort_zero.statistics.collect.writer import StatisticsWriter, taken
-from ort_zero.statistics.facts import Facts, encode
 from ort_zero.statistics.files import DESCRIPTION, file_name
-from ort_zero.statistics.records import Phase
+from ort_zero.statistics.records import Facts, Phase, encode_facts
 from ort_zero.statistics.rows import WIDTH
 
 _MAX_PENDING = 8
@@ -39,18 +36,11 @@ class CollectedStep:
         """The columns of each row except the statistics, in the order of ``DESCRIPTION``."""
         self.raw = np.zeros((rows, WIDTH))
         self.used = 0
-        self.sources: list[tuple[int, int]] = []
-        """Pairs (row that refers to an earlier row, order of the earlier row)."""
-        self.by_order: dict[int, int] = {}
         self.with_gradient: set[tuple[int, int]] = set()
         self.awaits_gradients = False
 
     def add(self, *described: Any) -> np.ndarray:
-        """Add a row, and return its place for the statistics, filled with zeros.
-
-        Args:
-            described: the columns in ``DESCRIPTION``, the dtype as torch's object.
-        """
+        """Add a row with the columns in ``DESCRIPTION``, the dtype as torch's; return zeros for its statistics."""
         self.columns.append(described)
         if self.used == len(self.raw):
             self.raw = np.concatenate([self.raw, np.zeros_like(self.raw)])
@@ -58,20 +48,12 @@ class CollectedStep:
         return self.raw[self.used - 1]
 
     def finished(self) -> tuple[dict[str, list], np.ndarray, str]:
-        """Return the columns that describe the rows, the statistics and the facts, as arguments of ``encode_step``.
-
-        A row that refers to an earlier row gets the shape and dtype of the earlier row.
-        """
+        """Return the columns that describe the rows, the statistics and the facts, as arguments of ``encode_step``."""
         described: dict[str, list] = {name: [] for name in DESCRIPTION}
         described.update(zip(DESCRIPTION, map(list, zip(*self.columns, strict=True))))
-        shapes, dtypes = described["shape"], described["dtype"]
-        for row, order in self.sources:
-            first = self.by_order.get(order)
-            if first is not None:
-                shapes[row], dtypes[row] = shapes[first], dtypes[first]
-        names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(dtypes)}
-        described["dtype"] = [names[dtype] for dtype in dtypes]
-        return described, self.raw[: self.used], encode(self.facts)
+        names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(described["dtype"])}
+        described["dtype"] = [names[dtype] for dtype in described["dtype"]]
+        return described, self.raw[: self.used], encode_facts(self.facts)
 
 
 class StatisticsSubscriber(SubscriberBase):
@@ -85,9 +67,6 @@ class StatisticsSubscriber(SubscriberBase):
         start_step: first step to collect; the first step of a model is 0.
         end_step: step before which collection ends; None: collect until the run ends.
         override_output_dir: delete the statistics of another run in the folder.
-        run_on_cpu: copy tensors to the CPU and measure them there, which saves GPU memory and costs time. By default
-            tensors are measured on their device.
-        bucket_size: maximum number of elements that are copied or converted at a time.
         parameters: ``"sample"`` measures at most 4,096 elements of each parameter before the step, and of its gradient;
             ``"full"`` measures all elements, ``"off"`` none. Under ZeRO-3 each rank measures its shards. Gradients
             are measured on each rank before they are reduced or accumulated.
@@ -102,8 +81,6 @@ class StatisticsSubscriber(SubscriberBase):
         start_step: int = 0,
         end_step: int | None = None,
         override_output_dir: bool = False,
-        run_on_cpu: bool = False,
-        bucket_size: int = tensor_statistics.BUCKET,
         *,
         parameters: Literal["sample", "full", "off"] = "sample",
     ):
@@ -116,21 +93,16 @@ class StatisticsSubscriber(SubscriberBase):
         """Handles of the gradients' hooks, by parameter number; hooks are added when a parameter is unfrozen."""
         if start_step < 0 or (end_step is not None and end_step <= start_step):
             raise StatisticsError(f"start_step {start_step}, end_step {end_step}: need 0 <= start_step < end_step")
-        if bucket_size < 1:
-            raise StatisticsError(f"bucket_size is {bucket_size}, must be at least 1")
         if parameters not in ("sample", "full", "off"):
             raise StatisticsError(f'parameters is {parameters!r}, must be "sample", "full" or "off"')
         self.output_dir = str(output_dir)
         self.start_step, self.end_step = start_step, end_step
-        self.override, self.run_on_cpu, self.bucket_size = override_output_dir, run_on_cpu, bucket_size
-        self.parameters = parameters
+        self.override, self.parameters = override_output_dir, parameters
         if not override_output_dir:
             file = Path(self.output_dir, file_name(rank_and_size()[0], start_step))
             if file.exists():
                 raise taken(file)
-        tensor_statistics.measure_into(
-            np.empty(WIDTH), torch.zeros(1)
-        )  # compiles the kernel now, not within the first step
+        measure_into(np.empty(WIDTH), torch.zeros(1))  # compiles the kernel now, not within the first step
 
     # -- actions that the subscribed model calls ---------------------------------------------------------------------
 
@@ -148,10 +120,11 @@ class StatisticsSubscriber(SubscriberBase):
         current = CollectedStep(step, self._facts.begin(model), self._rows)
         self._pending.append(current)
         if self.parameters != "off":
-            owned = owned_parameters(model)
-            with torch.no_grad():
-                self._measure_parameters(current, owned)
-            self._listen_to_gradients(owned)
+            for order, (path, name, parameter) in enumerate(owned_parameters(model)):
+                self._measure_parameter(current, order, path, name, parameter)
+                if parameter.requires_grad and order not in self._gradient_handles:
+                    listener = self._listener(order, path, name, weakref.ref(parameter))
+                    self._gradient_handles[order] = parameter.register_hook(listener)
 
     def forward_slot_apply(self, step: int, slot: TensorSlot, tensor: torch.Tensor) -> None:
         """Measure one tensor, or record the earlier row of the same tensor."""
@@ -160,11 +133,8 @@ class StatisticsSubscriber(SubscriberBase):
             return
         row = current.add(Phase.FORWARD, *_described(slot, slot.source, tensor))
         if slot.source < 0:
-            current.by_order[slot.order] = current.used - 1
             self._measure(row, tensor)
             current.awaits_gradients = current.awaits_gradients or tensor.requires_grad
-        else:
-            current.sources.append((current.used - 1, slot.source))
 
     def gradient_slot_apply(self, step: int, slot: TensorSlot, gradient: torch.Tensor) -> None:
         """Measure the gradient of one tensor; a second gradient of the same tensor is ignored."""
@@ -188,17 +158,12 @@ class StatisticsSubscriber(SubscriberBase):
             with suppress(Exception):
                 self.close()
 
-    # -- helpers ----------------------------------------------------------------------------------------------------
-
     def _step(self, number: int) -> CollectedStep | None:
-        for step in reversed(self._pending):
-            if step.number == number:
-                return step
-        return None
+        return next((step for step in reversed(self._pending) if step.number == number), None)
 
     def _measure(self, row: np.ndarray, tensor: torch.Tensor, offset: int = 0) -> None:
         try:
-            tensor_statistics.measure_into(row, tensor, self.bucket_size, on_cpu=self.run_on_cpu, offset=offset)
+            measure_into(row, tensor, offset)
         except ValueError:
             # the tensor has no readable values: the row keeps its shape and dtype
             row[:] = 0
@@ -219,13 +184,11 @@ class StatisticsSubscriber(SubscriberBase):
                 self._stop_listening()
 
     def _open(self, model: torch.nn.Module) -> bool:
-        subscribed = subscribed_model_of(model)
-        assert subscribed is not None, "it calls this action"
         try:
             self._writer = StatisticsWriter(
                 self.output_dir,
                 override=self.override,
-                manifest=manifest_of(subscribed, self.start_step, self.end_step, self.parameters),
+                manifest=manifest_of(model, self.start_step, self.end_step, self.parameters),
             )
         except StatisticsError as error:
             # an error here must not end a training run of hours
@@ -234,19 +197,15 @@ class StatisticsSubscriber(SubscriberBase):
             return False
         return True
 
-    def _measure_parameters(self, current: CollectedStep, owned: list[tuple[str, str, torch.nn.Parameter]]) -> None:
-        for order, (path, name, parameter) in enumerate(owned):
-            part, offset, total, partitioned = local_part(parameter)
-            if self.parameters == "sample":
-                part, offset = sampled(part, offset=offset, total=total)
-            described = (order, -1, -1, 1, -1, path, "parameter", name, part.dtype, full_shape(parameter), partitioned)
-            self._measure(current.add(Phase.PARAMETER, *described), part, offset)
-
-    def _listen_to_gradients(self, owned: list[tuple[str, str, torch.nn.Parameter]]) -> None:
-        for order, (path, name, parameter) in enumerate(owned):
-            if parameter.requires_grad and order not in self._gradient_handles:
-                listener = self._listener(order, path, name, weakref.ref(parameter))
-                self._gradient_handles[order] = parameter.register_hook(listener)
+    @torch.no_grad()
+    def _measure_parameter(
+        self, current: CollectedStep, order: int, path: str, name: str, parameter: torch.nn.Parameter
+    ) -> None:
+        part, offset, total, partitioned = local_part(parameter)
+        if self.parameters == "sample":
+            part, offset = sampled(part, offset=offset, total=total)
+        described = (order, -1, -1, 1, -1, path, "parameter", name, part.dtype, full_shape(parameter), partitioned)
+        self._measure(current.add(Phase.PARAMETER, *described), part, offset)
 
     def _listener(self, order: int, path: str, name: str, reference: weakref.ref[torch.nn.Parameter]) -> Any:
         key = (int(Phase.PARAMETER_GRADIENT), order)

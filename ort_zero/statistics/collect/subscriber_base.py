@@ -29,8 +29,6 @@ class SubscriberBase:
     def close(self) -> None:
         """Finish; called when the subscriber is removed, after its last step and at exit. May be called twice."""
 
-    # -- actions ----------------------------------------------------------------------------------------------------
-
     def pre_forward_model_apply(self, step: int, model: Any) -> None:
         """Act before the forward of the whole model; `model` is the user's module without wrappers."""
 
@@ -61,20 +59,16 @@ class SubscriberBase:
     def forward_slot_apply(self, step: int, slot: Any, tensor: Any) -> Any:
         """Act on one tensor with its ``TensorSlot``; by default call the tensor action on inputs or outputs."""
         if slot.kind == "input":
-            return self.pre_forward_tensor_apply(slot.module, tensor)
+            return self.pre_forward_tensor_apply(slot.call.module, tensor)
         if slot.kind == "output":
-            return self.post_forward_tensor_apply(slot.module, tensor)
+            return self.post_forward_tensor_apply(slot.call.module, tensor)
         return None
 
     def gradient_slot_apply(self, step: int, slot: Any, gradient: Any) -> None:
         """Read the gradient of the tensor of a ``TensorSlot``; by default call :meth:`gradient_tensor_apply`."""
-        self.gradient_tensor_apply(slot.module, gradient)
-
-    # -- overridden actions -----------------------------------------------------------------------------------------
+        self.gradient_tensor_apply(slot.call.module, gradient)
 
     def acts_on_gradients(self) -> bool:
         """Return True if the subclass overrides an action on gradients."""
-        return self._overrides("gradient_tensor_apply", "gradient_slot_apply")
-
-    def _overrides(self, *names: str) -> bool:
+        names = "gradient_tensor_apply", "gradient_slot_apply"
         return any(getattr(type(self), name) is not getattr(SubscriberBase, name) for name in names)

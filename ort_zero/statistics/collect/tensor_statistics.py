@@ -1,8 +1,8 @@
-"""Compute the statistics of tensors, in one pass over their memory and without copies of whole tensors.
+"""Compute the statistics of tensors and of samples, in one pass over their memory and without copies of whole tensors.
 
-The statistics of one tensor are a *row*, see :mod:`ort_zero.statistics.rows`; :mod:`.sketch_signs` defines the sketch.
+The statistics of one tensor are a *row*, see :mod:`ort_zero.statistics.rows`.
 
-**Precision.** Sums of at most :data:`~.sketch_signs.BLOCK` deviations from a centre near the mean have the tensor's
+**Precision.** Sums of at most :data:`~.rows.BLOCK` deviations from a centre near the mean have the tensor's
 precision, at least float32; everything else is float64. Blocks whose squares leave the range of float32 are summed in
 float64. Float64 values beyond 1e150 or below 1e-150 leave the range of float64 when squared: ``std`` and ``l2`` become
 inf or 0.
@@ -12,73 +12,54 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ort_zero.statistics.collect.sampling import require_memory
-from ort_zero.statistics.collect.sketch_signs import BLOCK, TABLE, signs_of_blocks
-from ort_zero.statistics.rows import FIRST, SKETCH, WIDTH, merge
+from ort_zero.statistics.rows import BLOCK, FIRST, SKETCH, TABLE, merge, signs_of_blocks
 
 if TYPE_CHECKING:
     from ort_zero.statistics.collect.kernels import Kernel
 
 BUCKET = 1 << 22
-"""Default of the maximum number of elements of a tensor that are copied at a time."""
+"""Maximum number of elements that are converted at a time on another device than the CPU."""
 _CHUNK = 1 << 16
-"""Number of elements converted or made contiguous at a time, which fit into the L2 cache."""
+"""Number of elements converted or made contiguous at a time on the CPU, which fit into the L2 cache."""
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _kernels: dict[torch.dtype, Kernel] = {}
-_table: np.ndarray = np.zeros(0, np.float32)
-"""The table of signs for the kernels; empty until the first kernel is compiled."""
-_lock = threading.Lock()
 
 
-def measure_into(
-    row: np.ndarray, tensor: torch.Tensor, bucket_size: int = BUCKET, *, on_cpu: bool = False, offset: int = 0
-) -> None:
+def measure_into(row: np.ndarray, tensor: torch.Tensor, offset: int = 0) -> None:
     """Write the statistics of a tensor into a row.
 
     Args:
         row: float64 [:data:`~.rows.WIDTH`], contiguous; all values are overwritten.
         tensor: A tensor of any dtype and strides, on any device. Of a sparse tensor the coalesced values are measured.
-        bucket_size: Maximum number of elements that are copied at a time.
-        on_cpu: Copy a tensor on another device to the CPU in buckets, and measure it there.
         offset: Flat index of the tensor's first element within the whole tensor; 0 unless `tensor` is a shard.
 
     Raises:
         ValueError: The tensor has no readable values: it is a meta, fake, quantized or nested tensor, of a subclass
             with its own ``__torch_dispatch__``, or its memory was released.
     """
-    if len(row) != WIDTH:
-        raise ValueError(f"a row has length {WIDTH}, not {len(row)}")
-    if bucket_size < 1:
-        raise ValueError(f"bucket_size must be at least 1, not {bucket_size}")
     # the fast path: some hundred tensors in a training step are plain CPU tensors
     if type(tensor) in _PLAIN_TYPES and tensor.is_cpu and tensor.layout is torch.strided:
         kernel = _kernels.get(tensor.dtype)
         if kernel is not None and not tensor.is_neg() and not tensor.is_nested:
             require_memory(tensor)
-            size = tensor.numel()
-            whole = tensor.is_contiguous()
-            if not whole and size <= _CHUNK and size <= bucket_size:
-                tensor, whole = tensor.detach().contiguous(), True
-            if whole:
-                kernel(_array(tensor), offset, row, _table, True, True)
+            if not tensor.is_contiguous() and tensor.numel() <= _CHUNK:
+                tensor = tensor.detach().contiguous()
+            if tensor.is_contiguous():
+                kernel(_array(tensor), offset, row, True, True)
                 return
     with torch.no_grad():
         values = _values(tensor)
         require_memory(values)
-        if values.is_complex():
-            offset *= 2
-        # MPS has no float64
-        if values.is_cpu or on_cpu or values.device.type == "mps":
-            _by_kernel(row, values, bucket_size, offset)
-        else:
-            measure_on_device(row, values, bucket_size, offset)
+        if values.is_complex():  # two numbers
+            values, offset = torch.view_as_real(values.resolve_conj()), 2 * offset
+        values = values.resolve_neg()
+        (_by_kernel if values.is_cpu else measure_on_device)(row, values, offset)
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,13 +97,6 @@ def _pieces(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
         yield tensor[start : start + step]
 
 
-def _real(piece: torch.Tensor) -> torch.Tensor:
-    """Return a piece as real numbers: complex numbers split into two, pending conjugations and signs applied."""
-    if piece.is_complex():
-        piece = torch.view_as_real(piece.resolve_conj())
-    return piece.resolve_neg()
-
-
 def _kind(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of `dtype` are measured; the conversion is exact except for large integers."""
     if dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -138,31 +112,26 @@ def _converted(piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         raise ValueError(f"a tensor of dtype {piece.dtype} cannot be measured: {error}") from error
 
 
-def _by_kernel(row: np.ndarray, tensor: torch.Tensor, bucket_size: int, offset: int) -> None:
-    """Measure a tensor on the CPU; a tensor on another device is copied in buckets."""
-    begins = True
-    for bucket in [tensor] if tensor.is_cpu else _pieces(tensor, bucket_size):
-        for piece in _prepared(bucket.cpu(), min(bucket_size, _CHUNK)):
-            kernel, values = _kernel(piece.dtype), _array(piece)
-            kernel(values, offset, row, _table, begins, False)
-            begins = False
-            offset += values.size
-    kernel(values[:0], offset, row, _table, False, True)
+def _by_kernel(row: np.ndarray, tensor: torch.Tensor, offset: int) -> None:
+    """Measure a dense tensor of real numbers on the CPU."""
+    kind = _kind(tensor.dtype)
+    kernel, begins = _kernel(kind), True
+    is_plain = kind is tensor.dtype and tensor.is_contiguous()
+    for piece in [tensor] if is_plain else _pieces(tensor, _CHUNK):
+        values = _array(_converted(piece, kind))
+        kernel(values, offset, row, begins, False)
+        begins = False
+        offset += values.size
+    kernel(values[:0], offset, row, False, True)
 
 
 def _kernel(dtype: torch.dtype) -> Kernel:
     """Return the kernel that reads values of a dtype, compiled on first use: numba takes seconds to be imported."""
-    global _table
-    kernel = _kernels.get(dtype)
-    if kernel is None:
-        with _lock:
-            kernel = _kernels.get(dtype)
-            if kernel is None:
-                from ort_zero.statistics.collect import kernels
+    if dtype not in _kernels:
+        from ort_zero.statistics.collect import kernels
 
-                _table = kernels.TABLE_32
-                kernel = _kernels[dtype] = kernels.compiled(str(dtype).removeprefix("torch."))
-    return kernel
+        _kernels[dtype] = kernels.compiled(str(dtype).removeprefix("torch."))
+    return _kernels[dtype]
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
@@ -174,63 +143,28 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
     return values if values.flags.aligned else values.copy()
 
 
-def _prepared(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
-    """Yield a CPU tensor in parts that a kernel can read; copied parts have at most ``limit`` elements."""
-    lazy = tensor.is_conj() or tensor.is_neg()
-    if tensor.is_complex():
-        if not lazy:
-            tensor = torch.view_as_real(tensor)
-        limit = max(limit // 2, 1)
-    kind = _kind(tensor.dtype)
-    if not lazy and kind is tensor.dtype and tensor.is_contiguous():
-        yield tensor
-        return
-    for piece in _pieces(tensor, limit):
-        piece = _real(piece)
-        yield _converted(piece, _kind(piece.dtype))
-
-
-def measure_on_device(row: np.ndarray, tensor: torch.Tensor, bucket_size: int, offset: int) -> None:
-    """Measure a tensor on its device with operators of torch in float64, and copy the row to the host at the end.
-
-    For the arguments see :func:`measure_into`; `tensor` is dense.
-    """
+def measure_on_device(row: np.ndarray, tensor: torch.Tensor, offset: int) -> None:
+    """Measure a dense tensor of real numbers by operators of torch on its device; the row is then copied to the CPU."""
     rows = []
-    for piece in _pieces(tensor, max(bucket_size // 2, 1) if tensor.is_complex() else bucket_size):
-        values = _converted(_real(piece), torch.float64).view(-1)
+    for piece in _pieces(tensor, BUCKET):
+        values = _converted(piece, torch.float64).view(-1)
         rows.append(_row_by_torch(values, offset))
         offset += values.numel()
     row[:] = merge(torch.stack(rows).cpu().numpy())
 
 
 def _row_by_torch(values: torch.Tensor, offset: int) -> torch.Tensor:
-    """Compute the statistics of values on their device: a row, float64 [:data:`~ort_zero.statistics.rows.WIDTH`].
-
-    Args:
-        values: One-dimensional and float64.
-        offset: Flat index of the first value within the whole tensor.
-    """
+    """Return the row of float64 values with one dimension, on their device."""
     nan, inf = values.isnan(), values.isinf()
-    finite = ~(nan | inf)
-    count = finite.sum()
-    some = count.clamp(min=1)
-    finite_values = torch.where(finite, values, 0.0)
-    unknown = torch.full((), math.nan, dtype=torch.float64, device=values.device)
-    mean = torch.where(count > 0, finite_values.sum() / some, unknown)
-    deviation = torch.where(finite, finite_values - mean, 0.0)
-    std = torch.where(count > 0, (deviation.square().sum() / some).sqrt(), unknown)
-    if values.numel():
-        low = torch.where(finite, values, math.inf).min()
-        high = torch.where(finite, values, -math.inf).max()
-    else:
-        low = high = unknown
-    numbers = [torch.full_like(unknown, values.numel())]
-    numbers += [torch.where(count > 0, low, unknown), torch.where(count > 0, high, unknown), mean, std]
-    numbers += [finite_values.abs().sum() / some, finite_values.square().sum().sqrt()]
-    numbers += [(finite_values < 0).sum(), (finite_values > 0).sum(), (finite & (finite_values == 0)).sum()]
-    numbers += [nan.sum(), inf.sum()]
-    first = torch.cat([values[:FIRST], unknown.expand(max(FIRST - values.numel(), 0))])
-    return torch.cat([torch.stack([n.double() for n in numbers]), first, _sketch(finite_values, offset)])
+    finite = values[~(nan | inf)]
+    unknown = values.new_full((FIRST,), math.nan)
+    mean = finite.mean()
+    numbers = [*(finite.aminmax() if len(finite) else unknown[:2]), mean, (finite - mean).square().mean().sqrt()]
+    numbers += [finite.abs().sum() / max(len(finite), 1), finite.square().sum().sqrt()]
+    numbers += [part.sum().double() for part in (finite < 0, finite > 0, finite == 0, nan, inf)]
+    count = unknown.new_tensor([len(values)])
+    first = torch.cat([values[:FIRST], unknown])[:FIRST]
+    return torch.cat([count, torch.stack(numbers), first, _sketch(torch.where(nan | inf, 0.0, values), offset)])
 
 
 def _sketch(values: torch.Tensor, offset: int) -> torch.Tensor:
@@ -238,9 +172,62 @@ def _sketch(values: torch.Tensor, offset: int) -> torch.Tensor:
     after = -(before + values.numel()) % BLOCK
     blocks = torch.nn.functional.pad(values, (before, after)).view(-1, BLOCK // SKETCH, SKETCH)
     of_blocks = torch.from_numpy(signs_of_blocks(offset // BLOCK, len(blocks))).to(values.device)
-    return ((blocks * _table_on(values.device)).sum(dim=1) * of_blocks).sum(dim=0)
+    table = torch.from_numpy(TABLE).to(values.device)
+    return ((blocks * table).sum(dim=1) * of_blocks).sum(dim=0)
 
 
-@functools.lru_cache(maxsize=8)
-def _table_on(device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(TABLE).to(device)
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def sampled(
+    tensor: torch.Tensor, limit: int = 4096, offset: int = 0, total: int | None = None
+) -> tuple[torch.Tensor, int]:
+    """Return evenly spaced elements of a tensor or shard, and the index of the first element in the whole sample.
+
+    An element is in the sample if its flat index is a multiple of a stride, which depends on ``total`` and ``limit``
+    alone. Pass the index to :func:`measure_into` as ``offset``. A tensor of at most ``limit`` elements is returned
+    unchanged, an unreadable one raises ValueError.
+
+    Args:
+        tensor: The whole tensor, or a contiguous shard of the flattened tensor.
+        limit: Maximum number of elements in the sample of the whole tensor.
+        offset: Flat index of the shard's first element in the whole tensor.
+        total: Number of elements of the whole tensor; by default of `tensor`.
+    """
+    size = tensor.numel()
+    stride = _stride(size if total is None else total, limit)
+    if stride == 1:
+        return tensor, offset
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise ValueError(f"a tensor of layout {tensor.layout} cannot be sampled")
+    tensor = tensor.detach()
+    start = -offset % stride
+    index = (offset + start) // stride
+    if tensor.is_contiguous():
+        return tensor.view(-1)[start::stride], index
+    require_memory(tensor)
+    return tensor.take(torch.arange(start, size, stride, device=tensor.device)), index
+
+
+def require_memory(tensor: torch.Tensor) -> None:
+    """Raise ValueError if a tensor's values are not in memory: torch would read them at address 0 and crash."""
+    try:
+        size = tensor.untyped_storage().nbytes()
+    except RuntimeError as error:
+        raise ValueError(f"a tensor without memory of its own cannot be measured: {error}") from error
+    if not size and tensor.numel():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} cannot be measured: its memory was released")
+
+
+@functools.lru_cache(maxsize=4096)
+def _stride(total: int, limit: int) -> int:
+    """Return 1 if ``total <= limit``, else the least odd prime stride with at most ``limit`` elements in the sample.
+
+    A stride that shares a factor with the sizes of the tensor would sample few of its columns.
+    """
+    if total <= limit:
+        return 1
+    stride = max(-(-total // limit), 3) | 1
+    while any(stride % divisor == 0 for divisor in range(3, math.isqrt(stride) + 1, 2)):
+        stride += 2
+    return stride

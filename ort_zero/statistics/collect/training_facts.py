@@ -1,4 +1,4 @@
-"""Collect what the tensors of a step do not show: see :class:`~ort_zero.statistics.facts.Facts`."""
+"""Collect what the tensors of a step do not show: see :class:`~ort_zero.statistics.records.Facts`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ort_zero.compat.deepspeed import local_part
 from ort_zero.statistics.collect.module_calls import clean_path
-from ort_zero.statistics.collect.sampling import sampled
-from ort_zero.statistics.collect.subscriber_manager import remembered
-from ort_zero.statistics.facts import Facts, OptimizerStep
+from ort_zero.statistics.collect.subscribed_model import remembered
+from ort_zero.statistics.collect.tensor_statistics import sampled
+from ort_zero.statistics.records import Facts, OptimizerStep
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -35,11 +31,9 @@ _optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictiona
 
 
 class FactsCollector:
-    """The facts of one model's steps. Optimizer steps belong to the model's newest step.
+    """The facts of a module's steps; of its parameters and optimizers only if asked for.
 
-    Args:
-        model: the user's module.
-        with_parameters: also digest parameters, and observe the optimizers.
+    Optimizer steps belong to the model's newest step.
     """
 
     def __init__(self, model: nn.Module, with_parameters: bool):
@@ -70,9 +64,12 @@ class FactsCollector:
             every = list(model.named_parameters(remove_duplicate=False))
             parameters = dict(_cleaned(model.named_parameters()))
             facts["frozen"] = [name for name, parameter in parameters.items() if not parameter.requires_grad]
-            facts["parameters"] = _digests({name: _part(parameter) for name, parameter in parameters.items()})
+            facts["parameters"] = _digests(parameters)
             if len(every) > len(parameters):
-                facts["tied"] = _tied(dict(_cleaned(every)))
+                names: dict[int, list[str]] = {}
+                for name, parameter in _cleaned(every):
+                    names.setdefault(id(parameter), []).append(name)
+                facts["tied"] = [group for group in names.values() if len(group) > 1]
             facts["untied"] = _untied(model, parameters)
         return Facts(
             training=model.training,
@@ -176,13 +173,6 @@ def _unfitted(module: nn.Module) -> bool:
         return bool(torch.cosine_similarity(computed, left, dim=0) < _FITTED_COSINE)
 
 
-def _tied(parameters: dict[str, nn.Parameter]) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in parameters.items():
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
-
-
 def _untied(model: Any, parameters: dict[str, nn.Parameter]) -> list[str]:
     """Return the names of the embeddings that a model of transformers should tie, and has as two tensors."""
     if getattr(getattr(model, "config", None), "tie_word_embeddings", False) is not True:
@@ -195,22 +185,20 @@ def _untied(model: Any, parameters: dict[str, nn.Parameter]) -> list[str]:
     return []
 
 
-def _part(parameter: nn.Parameter) -> torch.Tensor:
-    """Return what is digested of a parameter: this rank's part, of a frozen one a sample."""
-    part, offset, total, _ = local_part(parameter)
-    return part if parameter.requires_grad else sampled(part, offset=offset, total=total)[0]
+def _digests(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+    """Return a digest of this rank's part of each parameter, of a frozen one of a sample.
 
-
-def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Return a digest of the bytes of each tensor; on other devices than the CPU, the exact sum of its words.
-
-    A tensor without readable bytes (meta, quantized, of a class of its own) has no digest.
+    A digest is of bytes; on other devices than the CPU, the exact sum of words. A tensor without readable bytes (meta,
+    quantized, of a class of its own) has none.
     """
     found: dict[str, Any] = {}
     on_device: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
+    for name, parameter in parameters.items():
         with suppress(RuntimeError, TypeError, NotImplementedError):
-            plain = tensor.detach().contiguous().view(-1)
+            part, offset, total, _ = local_part(parameter)
+            if not parameter.requires_grad:
+                part = sampled(part, offset=offset, total=total)[0]
+            plain = part.detach().contiguous().view(-1)
             if plain.is_cpu:
                 found[name] = xxhash.xxh3_64_hexdigest(plain.view(torch.uint8).numpy().data)
             else:
@@ -225,13 +213,12 @@ def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 def _norms(tensors: list[torch.Tensor]) -> list[float]:
     if not tensors:
         return []
-    dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
-    return [float(norm) for norm in torch.stack([_norm(tensor.detach()) for tensor in dense]).tolist()]
-
-
-def _norm(tensor: torch.Tensor) -> torch.Tensor:
-    low = tensor.dtype in (torch.float16, torch.bfloat16)
-    return torch.linalg.vector_norm(tensor, dtype=torch.float32 if low else None).float().cpu()
+    norms = []
+    for tensor in tensors:
+        dense = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
+        low = tensor.dtype in (torch.float16, torch.bfloat16)
+        norms.append(torch.linalg.vector_norm(dense, dtype=torch.float32 if low else None).float().cpu())
+    return torch.stack(norms).tolist()
 
 
 def _random_states() -> dict[str, str]:

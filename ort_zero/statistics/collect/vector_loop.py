@@ -18,17 +18,10 @@ def _accumulate(typing, address, table, columns, rows, centre):
     """Return the sums, extremes and counts over rows of 64 values, and store their sketch.
 
     Only compiled code calls this function. Numba does not detect changes here: edit :mod:`.kernels` in the same commit.
-
-    Args:
-        typing: numba's typing context.
-        address: int64, address of the first value; values are float32 or float64 like `centre`.
-        table: int64, address of the float32 sign of the first value.
-        columns: int64, address of the 64 numbers of the sketch, of the values' type.
-        rows: int64, number of rows of 64 values.
-        centre: number to subtract from values before they are summed and squared.
-
-    Returns:
-        Seven float64: sums of deviations, of squares, of magnitudes; minimum; maximum; numbers of negatives, of zeros.
+    `address`, `table` and `columns` are the addresses of the first value (float32 or float64 like `centre`), of its
+    float32 sign, and of the 64 numbers of the sketch, of the values' type. `centre` is subtracted before values are
+    summed and squared. The results are seven float64: sums of deviations, of squares, of magnitudes; minimum; maximum;
+    numbers of negatives, of zeros.
     """
 
     def generate(context, builder, signature, arguments):

@@ -34,22 +34,19 @@ class StatisticsWriter:
         path: the file.
         alive: False after :meth:`close`, or once a step could not be written; the file then ends at a full step.
         steps: number of steps in the file.
+
+    Args:
+        output_dir: the run's folder, the same for all its ranks; it is created if it does not exist.
+        override: delete the statistics of another run in the folder; files of other programs stay.
+        manifest: the run's manifest for this rank, see :func:`~.manifest.manifest_of`.
+
+    Raises:
+        StatisticsError: another run has the folder, or the folder cannot be written.
     """
 
     def __init__(self, output_dir: str | os.PathLike, *, override: bool = False, manifest: Mapping[str, Any]):
-        """Create the rank's file.
-
-        Args:
-            output_dir: the run's folder, the same for all its ranks; it is created if it does not exist.
-            override: delete the statistics of another run in the folder; files of other programs stay.
-            manifest: the run's manifest for this rank, see :func:`~.manifest.manifest_of`.
-
-        Raises:
-            StatisticsError: another run has the folder, or the folder cannot be written.
-        """
         folder = local_folder(output_dir)
         self.path = folder / file_name(manifest["rank"], manifest["start_step"])
-        self._last = -1
         self._owner = os.getpid()
         self.steps = 0
         try:
@@ -76,17 +73,11 @@ class StatisticsWriter:
         """Write one whole step; after an error of the file system warn once, and ignore all further steps.
 
         For the arguments see :func:`~ort_zero.statistics.files.encode_step`.
-
-        Raises:
-            ValueError: `step` is not larger than the last step, or the columns have different lengths.
         """
-        if step <= self._last:
-            raise ValueError(f"step {step} comes after step {self._last}")
         # a forked child shares the descriptor, but only the parent may write
         if not self.alive or os.getpid() != self._owner:
             return
         data = encode_step(step, described, raw, facts)
-        self._last = step
         try:
             if not os.fstat(self._file.fileno()).st_nlink:
                 raise FileNotFoundError(errno.ENOENT, "the file was deleted, or another run took the folder over")
@@ -122,13 +113,10 @@ class StatisticsWriter:
 
 
 def _make_room(folder: Path, manifest: Mapping[str, Any], mine: Path, override: bool) -> None:
-    """Delete the files that other runs, or earlier ones of this range, have left in a folder.
+    """Delete the files that other runs, or earlier ones of this range, have left in a folder, or raise.
 
     Each rank deletes the files of its own number, and rank 0 those of ranks that this run does not have: between the
     reading and the deleting of another rank's file, that rank could replace the file.
-
-    Raises:
-        StatisticsError: such files may not be deleted, or a file with such a name is something else.
     """
     for path, rank in files_in(folder).items():
         found = read_manifest(path)

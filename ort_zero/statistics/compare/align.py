@@ -1,14 +1,114 @@
-"""Pair the rows of two runs' tables that belong to the same tensor of a step."""
+"""Pair the rows of two runs' tables that belong to the same tensor, and measure how far the tensors are apart.
+
+The structure of a step rarely changes between steps, so one structure is used for many steps.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ort_zero.statistics.compare.layout import Layout
+from ort_zero.statistics.files import DESCRIPTION
 from ort_zero.statistics.records import Phase, Table
+
+Key = tuple[int, str, int, str, str, int]
+"""Phase, module, occurrence, kind, slot, and a number from 0 that distinguishes otherwise equal keys."""
+INPUT, OUTPUT, INSPECT, PARAMETER = range(4)
+KIND_CODES = {"input": INPUT, "output": OUTPUT, "inspect": INSPECT, "parameter": PARAMETER}
+NO_NUMBER = 4.0
+"""The error of a pair without a number, such as NaN in one run alone; larger than all errors (at most 2)."""
+SAME, SHAPE, NAN, NUMERIC = range(4)
+KIND_NAMES = ("", "shape", "nan", "numeric")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """The structure of the table of one step of one rank."""
+
+    table: Table
+    keys: list[Key]
+    kind: np.ndarray
+    measured: np.ndarray
+    """For each row, the row with its statistics; -1 if there is none."""
+    sequence: np.ndarray
+    """All rows in the order of execution."""
+    gradient: np.ndarray
+    """For each row of the forward phase, the row of its gradient; -1 if there is none."""
+    forward: np.ndarray
+    """For each row of a gradient, its row of the forward phase; -1 if there is none."""
+
+
+def layout_of(table: Table) -> Layout:
+    """Find the structure of a table."""
+    places = list(zip(table.phase.tolist(), table.order.tolist()))
+    row_at = {place: row for row, place in enumerate(places)}
+    measured = [
+        row if source < 0 else row_at.get((phase, source), -1)
+        for row, ((phase, _), source) in enumerate(zip(places, table.source.tolist()))
+    ]
+    gradient, forward = (
+        [row_at.get((other, order), -1) if phase == this else -1 for phase, order in places]
+        for this, other in ((Phase.FORWARD, Phase.BACKWARD), (Phase.BACKWARD, Phase.FORWARD))
+    )
+    order = np.where(table.phase == Phase.BACKWARD, -table.order, table.order)
+    return Layout(
+        table=table,
+        keys=_keys(table),
+        kind=np.array([KIND_CODES.get(kind, INSPECT) for kind in table.kind], dtype=np.int8),
+        measured=np.array(measured, np.int64),
+        sequence=np.lexsort((order, table.phase)),
+        gradient=np.array(gradient, np.int64),
+        forward=np.array(forward, np.int64),
+    )
+
+
+class CallTree:
+    """The tree of the module calls in one step's table."""
+
+    def __init__(self, layout: Layout):
+        table = layout.table
+        rows = np.flatnonzero(table.phase == Phase.FORWARD).tolist()
+        self.about = {
+            int(table.call[row]): (table.module[row], int(table.occurrence[row]), int(table.caller[row]))
+            for row in rows
+            if table.kind[row] != "inspect"
+        }
+        self.callers = {int(table.caller[row]) for row in rows}
+
+    def name(self, call: int, fallback: str = "") -> tuple[str, int]:
+        """Return the module and the occurrence of a call; `fallback` and 1 for a call without records."""
+        about = self.about.get(call)
+        return about[:2] if about else (fallback, 1)
+
+    def chain(self, call: int) -> list[int]:
+        """Return a call and its enclosing calls, the root last."""
+        calls: list[int] = []
+        while call >= 0 and call not in calls:
+            calls.append(call)
+            call = self.about[call][2] if call in self.about else -1
+        return calls
+
+
+def same_layout(a: Table, b: Table) -> bool:
+    """Return True if two tables of one run differ only in statistics."""
+    columns = [(getattr(a, name), getattr(b, name)) for name in DESCRIPTION]
+    return all(x is y or (np.array_equal(x, y) if isinstance(x, np.ndarray) else x == y) for x, y in columns)
+
+
+def _keys(table: Table) -> list[Key]:
+    seen: Counter = Counter()
+    keys = []
+    for key in zip(table.phase.tolist(), table.module, table.occurrence.tolist(), table.kind, table.slot):
+        keys.append((*key, seen[key]))
+        seen[key] += 1
+    return keys
+
+
+# --- pairs -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +147,7 @@ class Pairs:
 
     @property
     def kind(self) -> np.ndarray:
-        """Code of the kind of each pair, see :data:`~.layout.KIND_CODES`."""
+        """Code of the kind of each pair, see :data:`KIND_CODES`."""
         return self.a.kind[self.row_a]
 
 
@@ -61,10 +161,6 @@ class PairedTables:
     pairs: Pairs
     a: Table
     b: Table
-
-    def larger_norm(self) -> np.ndarray:
-        """Return for each pair the larger of the two measured l2 norms."""
-        return np.maximum(self.a.l2[self.pairs.measured_a], self.b.l2[self.pairs.measured_b])
 
     def unsampled(self) -> np.ndarray:
         """Return for each pair the expected ratio of the whole tensor's norm to the norm of the measured sample."""
@@ -130,3 +226,63 @@ def _reordered(b: Layout, row_a: np.ndarray, row_b: np.ndarray, phases: np.ndarr
     forward = np.flatnonzero(phases[row_a] == Phase.FORWARD)
     orders = b.table.order[row_b[forward]]
     return forward[orders < np.maximum.accumulate(orders)] if len(orders) else forward
+
+
+# --- distances --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Distances:
+    """The distances of all pairs of a step."""
+
+    error: np.ndarray
+    """l2 norm of the difference relative to the larger norm, estimated from the sketches, and at least :attr:`norm`;
+    :data:`NO_NUMBER` if the shapes differ or one has NaN."""
+    norm: np.ndarray
+    """Difference of the norms, relative to the larger norm."""
+    kind: np.ndarray
+    """Kind of the difference, ``SHAPE``, ``NAN`` or ``NUMERIC``; ``SAME`` for pairs that are not compared."""
+    dtype: np.ndarray
+    """True where the dtypes differ."""
+    sampled: np.ndarray
+    """True where the two runs sampled different elements of a tensor, which cannot be compared."""
+
+
+def distances(tables: PairedTables) -> Distances:
+    """Compute the distances of all pairs of a step."""
+    pairs, a, b = tables.pairs, tables.a, tables.b
+    rows_a, rows_b = pairs.measured_a, pairs.measured_b
+    norms = _of_larger_norm(abs(a.l2[rows_a] - b.l2[rows_b]), a, b, rows_a, rows_b)
+    error = np.maximum(sketch_errors(a, b, rows_a, rows_b), norms)
+    shape = unequal(a.shape, b.shape, rows_a, rows_b)
+    dtype = unequal(a.dtype, b.dtype, rows_a, rows_b)
+    not_finite = (a.nan[rows_a] != b.nan[rows_b]) | (a.inf[rows_a] != b.inf[rows_b]) | ~np.isfinite(error)
+    sampled = (a.elements[rows_a] != b.elements[rows_b]) & ~shape
+    kind = np.select([~pairs.comparable | sampled, shape, not_finite], [SAME, SHAPE, NAN], NUMERIC)
+    error = np.select([kind == SAME, kind == NUMERIC], [0.0, np.minimum(error, NO_NUMBER)], NO_NUMBER)
+    return Distances(
+        error=error,
+        norm=np.where(kind == NUMERIC, norms, 0.0),
+        kind=kind,
+        dtype=dtype & pairs.comparable,
+        sampled=sampled & pairs.comparable,
+    )
+
+
+def sketch_errors(a: Table, b: Table, rows_a: np.ndarray, rows_b: np.ndarray) -> np.ndarray:
+    """Return the estimated l2 norm of the difference of each pair of rows, relative to the larger norm, or 0."""
+    gap = a.sketch[rows_a] - b.sketch[rows_b]
+    with np.errstate(invalid="ignore", over="ignore"):
+        difference = np.sqrt(np.einsum("ij,ij->i", gap, gap))
+    return _of_larger_norm(difference, a, b, rows_a, rows_b)
+
+
+def _of_larger_norm(difference: np.ndarray, a: Table, b: Table, rows_a: np.ndarray, rows_b: np.ndarray) -> np.ndarray:
+    norm = np.maximum(a.l2[rows_a], b.l2[rows_b])
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.divide(difference, norm, out=np.zeros(len(norm)), where=norm > 0)
+
+
+def unequal(a: Sequence, b: Sequence, rows_a: np.ndarray, rows_b: np.ndarray) -> np.ndarray:
+    """Return True for each pair of rows where two lists differ."""
+    return np.fromiter((a[i] != b[j] for i, j in zip(rows_a.tolist(), rows_b.tolist())), bool, len(rows_a))

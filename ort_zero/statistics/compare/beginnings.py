@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ort_zero.statistics.facts import decode
-from ort_zero.statistics.records import Phase, Table
+from ort_zero.statistics.files import Run
+from ort_zero.statistics.records import Phase, Table, decode_facts
 from ort_zero.utils.text import shortened
 
 SETTINGS = {
@@ -25,49 +25,31 @@ _OF_THE_RUN = ("ort_zero.statistics.", "_")
 """Beginnings of keys that tell runs apart and change no number: folders, names of files."""
 
 
-class Beginnings:
-    """What two runs have otherwise to begin with, gathered from the tables of one rank."""
+def beginnings_of(a: Run, b: Run, first: tuple[Table, Table], other_batches: int | None) -> list[str]:
+    """Return what two runs have otherwise to begin with, the likeliest cause of differing values first.
 
-    def __init__(self) -> None:
-        self._weights: list[str] = []
-        self._states: list[str] = []
-        """Names of the random generators whose states differ."""
-        self._modes: list[str] = []
-        self._batches: list[str] = []
-        self._began = False
-
-    def look(self, a: Table, b: Table) -> None:
-        """Look at one step of both runs; steps come in ascending order."""
-        if not self._began and a.facts and b.facts:
-            self._compare_facts(a, b)
-        self._began = True
-        if not self._batches and _other_batch(a, b):
-            self._batches = [f"other batches from step {a.step} on"]
-
-    def _compare_facts(self, a: Table, b: Table) -> None:
-        one, two = decode(a.facts), decode(b.facts)
-        kinds = _kinds_of_parameters(b)
-        comparable = {name for name, kind in _kinds_of_parameters(a).items() if kinds.get(name) == kind}
-        comparable -= {*one.frozen} ^ {*two.frozen}  # of a frozen one a sample is digested
-        other = [
-            name
-            for name, digest in one.parameters.items()
-            if name in comparable and name in two.parameters and two.parameters[name] != digest
-        ]
-        self._weights = [f"other initial weights: {shortened(other)}"] if other else []
-        self._states = [name for name, state in one.random.items() if two.random.get(name, state) != state]
-        if one.training != two.training:
-            self._modes = ["other modes: one run trains, one evaluates"]
-
-    def listed(self, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-        """Return what differs, also in two manifests, the likeliest cause of differing values first."""
-        states = [name for name in self._states if self._batches or name not in _OF_DATA]
-        settings = [f"other random states: {', '.join(states)}"] if states else []
-        settings += self._modes
-        for key, what in SETTINGS.items():
-            values = list(_differences(a.get(key) or {}, b.get(key) or {}))
-            settings += [f"other values in {what}: {shortened(values, limit=6)}"] if values else []
-        return [*self._weights, *self._batches, *settings]
+    `first` has the first step of both runs, `other_batches` is the first step with other batches.
+    """
+    one, two = (decode_facts(table.facts) for table in first)
+    kinds, others = map(_kinds_of_parameters, first)
+    comparable = {name for name, kind in kinds.items() if others.get(name) == kind}
+    comparable -= {*one.frozen} ^ {*two.frozen}  # of a frozen one a sample is digested
+    digests = two.parameters
+    weights = [name for name, digest in one.parameters.items() if digests.get(name, digest) != digest]
+    weights = [name for name in weights if name in comparable]
+    listed = [f"other initial weights: {shortened(weights)}"] if weights else []
+    if other_batches is not None:
+        listed.append(f"other batches from step {other_batches} on")
+    states = [name for name, state in one.random.items() if two.random.get(name, state) != state]
+    states = [name for name in states if other_batches is not None or name not in _OF_DATA]
+    if states:
+        listed.append(f"other random states: {', '.join(states)}")
+    if one.training != two.training:
+        listed.append("other modes: one run trains, one evaluates")
+    for key, what in SETTINGS.items():
+        values = list(_differences(a.manifest.get(key) or {}, b.manifest.get(key) or {}))
+        listed += [f"other values in {what}: {shortened(values, limit=6)}"] if values else []
+    return listed
 
 
 def _kinds_of_parameters(table: Table) -> dict[str, str]:
@@ -76,7 +58,8 @@ def _kinds_of_parameters(table: Table) -> dict[str, str]:
     return {table.full_name(row): table.dtype[row] for row in rows}
 
 
-def _other_batch(a: Table, b: Table) -> bool:
+def other_batch(a: Table, b: Table) -> bool:
+    """Return True if a tensor that enters the model has other values in two tables of a step."""
     inputs, others = _inputs(a), _inputs(b)
     return any(
         slot in others and others[slot][:1] == value[:1] and others[slot] != value for slot, value in inputs.items()

@@ -36,6 +36,11 @@ class ComparedRecord:
     """Shape, dtype and statistics in the first run."""
     b: Mapping[str, Any]
 
+    @property
+    def full_name(self) -> str:
+        """The name of the tensor with its module: ``"h.0.attn.output[0]"``."""
+        return ".".join(filter(None, (self.module, self.tensor)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstDivergence:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ort_zero.statistics.compare.align import Pairs
-from ort_zero.statistics.compare.layout import INPUT, INSPECT, OUTPUT
+from ort_zero.statistics.compare.align import INPUT, INSPECT, OUTPUT, Pairs
 from ort_zero.statistics.records import Phase
 
 _MAX_SIBLINGS = 8
@@ -100,10 +99,6 @@ class Dataflow:
         """Return for each frame the largest of `values`, a number for each pair, over all tensors that it can read."""
         return self.readable.largest_of_frames(self.frames, values[self.pairs.reference])
 
-    def largest_input(self, values: np.ndarray) -> np.ndarray:
-        """Return for each frame the largest of `values`, a number for each pair, over its inputs; at least 0."""
-        return self.inputs.largest_of_frames(self.frames, values[self.pairs.reference])
-
     def largest_around(self, of_frames: np.ndarray) -> np.ndarray:
         """Return for each pair the largest of `of_frames`, a number for each frame, over the frames that can use it."""
         largest = np.zeros(len(self.pairs))
@@ -113,10 +108,8 @@ class Dataflow:
     def largest_gradient(self, of_gradients: np.ndarray) -> np.ndarray:
         """Return for each frame the largest number of the gradients that flow into its backward.
 
-        Gradients flow in at the values that the frame computed or returned.
-
-        Args:
-            of_gradients: a number for the gradient of each pair of the forward phase.
+        Gradients flow in at the values that the frame computed or returned; `of_gradients` has a number for the
+        gradient of each pair.
         """
         largest = self.computed.largest_of_frames(self.frames, of_gradients)
         outputs = self.forward[self.pairs.kind[self.forward] == OUTPUT]
@@ -224,17 +217,10 @@ def _owners(pairs: Pairs, frame_of_call: dict[int, int]) -> Links:
     return Links.of(links)
 
 
-# --- inherited errors ------------------------------------------------------------------------------------------------
-
-
 def inherited_errors(dataflow: Dataflow, errors: np.ndarray, usable: np.ndarray, parameters: np.ndarray) -> np.ndarray:
     """Return for each pair the largest error among the inputs of its computation.
 
-    Args:
-        dataflow: the inputs of each value.
-        errors: errors of all pairs, at most :data:`~.distance.NO_NUMBER`.
-        usable: False for pairs that were not compared.
-        parameters: the error of each frame's parameters.
+    `errors` and `usable` (the pair was compared) have a value for each pair, `parameters` an error for each frame.
     """
     result = np.zeros(len(dataflow.pairs))
     usable_errors = np.where(usable, errors, 0.0).tolist()

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ort_zero.statistics.compare.align import PairedTables, Pairs, inverse
+from ort_zero.statistics.compare.align import NO_NUMBER, SAME, Distances, PairedTables, Pairs, inverse
 from ort_zero.statistics.compare.dataflow import Dataflow
-from ort_zero.statistics.compare.distance import NO_NUMBER, SAME, Distances
 from ort_zero.statistics.records import Phase
 
 UNKNOWN_ERROR = 1e-2
@@ -80,12 +79,6 @@ def error_growth(
 
     The error of a frame is relative to the frame's largest parameter norm: a bias near 0 has a large relative error
     and almost no effect.
-
-    Args:
-        dataflow: the frames that use each parameter.
-        tables: the tables of both runs.
-        distances: the distances of all pairs.
-        previous: the previous step; None for the first step.
     """
     pairs, unknown = tables.pairs, UNKNOWN_ERROR if tables.a.step else 0.0
     rows = parameters_of(pairs)

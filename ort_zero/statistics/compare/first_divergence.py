@@ -1,4 +1,4 @@
-"""Find the first record with a local error (see :mod:`.local_errors`), and the module whose code computed it."""
+"""Find the first record whose error its inputs do not explain, and the module whose code computed it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,30 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ort_zero.statistics.compare.align import Pairs, inverse
-from ort_zero.statistics.compare.compared_records import record_of
+from ort_zero.statistics.compare.align import INPUT, NUMERIC, OUTPUT, SAME, CallTree, Pairs, inverse
 from ort_zero.statistics.compare.comparison import ComparedRecord, FirstDivergence
-from ort_zero.statistics.compare.layout import INPUT, OUTPUT, CallTree
-from ort_zero.statistics.compare.local_errors import pairs_with_local_error
-from ort_zero.statistics.compare.rank_comparison import StepComparison
-from ort_zero.statistics.naming import span
+from ort_zero.statistics.compare.error_growth import PreviousStep, parameters_of
+from ort_zero.statistics.compare.rank_comparison import StepComparison, record_of
+from ort_zero.statistics.compare.tolerance import epsilons
 from ort_zero.statistics.records import Phase
+from ort_zero.statistics.rows import SKETCH
+
+ISOLATED = 8
+"""Maximum number of a sketch's numbers that single elements with an error may change."""
+INHERITED_TIMES = 8.0
+"""Factor for a fixed tolerance: an error that is larger than the inherited error times this factor is local."""
+VANISHED = 1e-6
+"""Root mean square below which activations are rounding errors: batch normalization of almost constant channels returns
+such values."""
+MIN_SHARE = 0.5
+"""Share of the parameters; the runs differ in the optimizer if a larger share changed differently."""
+UPDATE_GAP = 0.03
+"""Minimum relative difference of two updates that differ; :data:`UPDATE_SPREAD` raises it if the gradients differ."""
+UPDATE_SPREAD = 30.0
+"""Factor on sqrt(x) in the relative difference that two updates may have if the gradients' relative error is x; see
+:data:`~.error_growth.UNSEEN`."""
+GRADIENTS_AGREE = 1e3
+"""Maximum median error of gradients that agree, in epsilons of the dtype."""
 
 
 def find_divergence(of_ranks: Sequence[StepComparison], rtol: float | None) -> tuple[FirstDivergence, int] | None:
@@ -36,63 +52,132 @@ def _divergence_at(step: StepComparison, number: int, numbers: np.ndarray, *, ev
     if only_norm:
         step = step.with_tolerance(number, step.norm_tolerance[number])
     record = record_of(step, number)
-    calls = CallTree(pairs.a)
-    row = int(pairs.row_a[number])
-    where = f"step {record.step}, rank {record.rank}"
-    direction, module, occurrence, hint = "forward", record.module, 1, ""
+    calls, row, how = CallTree(pairs.a), int(pairs.row_a[number]), _how_it_differs(record)
+    direction, module, occurrence, sentence, hint = "forward", record.module, 1, "", ""
     if record.phase == Phase.PARAMETER:
         parameters = pairs.phase == Phase.PARAMETER
-        apart = int((parameters & (step.distances.error > step.tolerance)).sum())
-        sentence = (
-            f"the runs start from different parameters: {apart} of {int(parameters.sum())}, {full_name(record)} first: "
-            f"it {_how_it_differs(record)}"
-        )
-        return _divergence(record, direction, module, occurrence, f"{where}, {direction}: {sentence}")
-    if record.phase == Phase.FORWARD and (lone := _only_in_one(pairs, number)) is not None:
+        apart = f"{(parameters & (step.distances.error > step.tolerance)).sum()} of {parameters.sum()}"
+        sentence = f"the runs start from different parameters: {apart}, {record.full_name} first: it {how}"
+    elif record.phase == Phase.FORWARD and (lone := _only_in_one(pairs, number)) is not None:
         kind, module, occurrence = lone
-        sentence = (
-            f"{_spoken(module, occurrence)} runs in the {'first' if kind == 'missing' else 'second'} run alone, and "
-            f"{_what_differs(record)}, which comes after it, {_how_it_differs(record)}"
-        )
+        which = "first" if kind == "missing" else "second"
+        sentence = f"{_spoken(module, occurrence)} runs in the {which} run alone, and "
+        sentence += f"{_what_differs(record)}, which comes after it, {how}"
         record = dataclasses.replace(record, kind=kind)
-        return _divergence(record, direction, module, occurrence, f"{where}, {direction}: {sentence}")
-    if record.phase == Phase.FORWARD and pairs.a.kind[row] == INPUT:
+    elif record.phase == Phase.FORWARD and pairs.a.kind[row] == INPUT:
         caller = int(pairs.a.table.caller[row])
         if caller < 0:
-            ranks = "" if everywhere else "; other ranks agree"
-            text = f"{where}, input: the model gets other data: {record.tensor} {_how_it_differs(record)}{ranks}"
-            return _divergence(record, "input", "", 1, text)
-        module, occurrence = calls.name(caller, record.module.rpartition(".")[0])
+            direction, module = "input", ""
+            sentence = f"the model gets other data: {record.tensor} {how}"
+            hint = "" if everywhere else "other ranks agree"
+        else:
+            module, occurrence = calls.name(caller, record.module.rpartition(".")[0])
     elif record.phase == Phase.FORWARD:
         call = int(pairs.a.table.call[row])
         module, occurrence = calls.name(call, record.module)
         hint = _hint_on_output(step, number, call, module, only_norm)
-    elif record.phase == Phase.BACKWARD:
+    else:
         direction = "backward"
+    if record.phase == Phase.BACKWARD:
         value = int(np.flatnonzero(pairs.gradient == number)[0])
         lost = _lost_gradient(step, value)
         module, occurrence, hint = _behind_gradient(pairs, calls, value if lost is None else lost[0], numbers)
         if lost is not None:
             hint = f"no gradient comes to {lost[1]} in the {lost[2]} run"
-    else:
-        direction = "backward"
-    verb = "adds the error" if record.kind == "numeric" else "is where the runs diverge"
-    text = (
-        f"{where}, {direction}: {_spoken(module, occurrence)} {verb}: {_what_differs(record)} {_how_it_differs(record)}"
-    )
-    return _divergence(record, direction, module, occurrence, f"{text}; {hint}" if hint else text)
-
-
-def _divergence(record: ComparedRecord, direction: str, module: str, occurrence: int, text: str) -> FirstDivergence:
+    if not sentence:
+        verb = "adds the error" if record.kind == "numeric" else "is where the runs diverge"
+        sentence = f"{_spoken(module, occurrence)} {verb}: {_what_differs(record)} {how}"
+    text = f"step {record.step}, rank {record.rank}, {direction}: {sentence}{'; ' * bool(hint)}{hint}"
     return FirstDivergence(
         same=False, module=module, occurrence=occurrence, direction=direction, difference=record, text=text
     )
 
 
-def no_divergence(steps: Sequence[int], records: int) -> FirstDivergence:
-    """Return the verdict for two runs that agree."""
-    numbers = span(steps) if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
-    return FirstDivergence(same=True, text=f"same: {records:,} records of {numbers} agree")
+# --- local errors -----------------------------------------------------------------------------------------------------
+
+
+def pairs_with_local_error(step: StepComparison, rtol: float | None) -> np.ndarray:
+    """Return the numbers of the pairs whose error their inputs do not explain, in order of execution.
+
+    `rtol` is the user's fixed tolerance; None: errors that rounding does not explain.
+    """
+    error, inherited = step.distances.error, step.inherited
+    # the optimizer amplifies noise: single parameters may be far apart in correct runs
+    may_differ = (step.pairs.phase != Phase.PARAMETER) | step.is_first
+    if rtol is not None:
+        over = step.pairs.new_value & (error > step.tolerance) & may_differ
+        local = over & ((inherited <= rtol) | (error > INHERITED_TIMES * inherited))
+        return np.flatnonzero(local if local.any() else over)
+    over = step.pairs.new_value & ((error > step.tolerance) | (step.distances.norm > step.norm_tolerance))
+    over &= may_differ
+    if not step.is_first:
+        over &= ~_vanished(step)
+    gradients = np.flatnonzero(over & (step.pairs.phase == Phase.BACKWARD))
+    over[gradients[_isolated(step, gradients)]] = False
+    return np.flatnonzero(over)
+
+
+def _vanished(step: StepComparison) -> np.ndarray:
+    """Return True for activations that are close to 0 in both runs."""
+    pairs, a, b = step.pairs, step.a, step.b
+    rows_a, rows_b = pairs.measured_a, pairs.measured_b
+    size = np.maximum(a.l2[rows_a], b.l2[rows_b]) / np.sqrt(np.maximum(a.elements[rows_a], 1))
+    return (pairs.phase == Phase.FORWARD) & (step.distances.kind == NUMERIC) & (size < VANISHED)
+
+
+def _isolated(step: StepComparison, numbers: np.ndarray) -> np.ndarray:
+    """Return True for gradients that differ only in a few elements, if their inputs have rounding errors.
+
+    The derivative of ReLU or of a maximum jumps: a rounding error of an input near 0 sets an element of the gradient to
+    0, or back. A few elements change only a few numbers of the sketch.
+    """
+    pairs, a, b = step.pairs, step.a, step.b
+    rows_a, rows_b = pairs.measured_a[numbers], pairs.measured_b[numbers]
+    gaps = np.sort(np.abs(a.sketch[rows_a] - b.sketch[rows_b]), axis=1)[:, :-ISOLATED]
+    norm = np.maximum(np.maximum(a.l2[rows_a], b.l2[rows_b]), np.finfo(float).tiny)
+    rest = np.linalg.norm(gaps, axis=1) / norm
+    noisy = step.inherited[numbers] > 0
+    numeric = step.distances.kind[numbers] == NUMERIC
+    return noisy & numeric & (rest <= step.tolerance[numbers]) & (a.elements[rows_a] >= ISOLATED * SKETCH)
+
+
+def find_update_divergence(previous: PreviousStep | None, step: StepComparison) -> tuple[FirstDivergence, int] | None:
+    """Return the first divergence and its pair if most parameters changed differently and the gradients agreed."""
+    pairs, a, b = step.pairs, step.a, step.b
+    rows = parameters_of(pairs)
+    if previous is None or previous.step + 1 != step.step or len(previous.sketch_a) != len(rows):
+        return None
+    epsilon = np.maximum(
+        epsilons(pairs.a.table.dtype)[pairs.row_a[rows]], epsilons(pairs.b.table.dtype)[pairs.row_b[rows]]
+    )
+    if not len(rows) or not previous.gradient_error <= GRADIENTS_AGREE * float(np.median(epsilon)):
+        return None
+    change_a = a.sketch[pairs.measured_a[rows]] - previous.sketch_a
+    change_b = b.sketch[pairs.measured_b[rows]] - previous.sketch_b
+    size = np.maximum(np.linalg.norm(change_a, axis=1), np.linalg.norm(change_b, axis=1))
+    moved = (size > 0) & (step.distances.kind[rows] != SAME)
+    if not moved.any():
+        return None
+    gap = np.linalg.norm(change_a - change_b, axis=1)[moved] / size[moved]
+    norm = np.maximum(a.l2[pairs.measured_a[rows]], b.l2[pairs.measured_b[rows]])[moved]
+    limit = max(UPDATE_GAP, UPDATE_SPREAD * float(np.sqrt(previous.gradient_error))) + 8 * (
+        epsilon[moved] * norm / size[moved]
+    )
+    # the error that the update may leave, relative to the parameter as all errors are
+    tolerance = np.divide(limit * size[moved], norm, out=np.zeros(len(norm)), where=norm > 0)
+    apart = np.flatnonzero((gap > limit) & (step.distances.error[rows][moved] > tolerance))
+    if len(apart) <= MIN_SHARE * len(gap):
+        return None
+    number = int(rows[moved][apart[0]])
+    difference = record_of(step.with_tolerance(number, tolerance[apart[0]]), number)
+    text = (
+        f"step {step.step}, rank {step.rank}, update: {len(apart)} of {len(gap)} parameters changed "
+        f"differently from step {previous.step} to {step.step} (median difference of the changes "
+        f"{np.median(gap):.1e}, {difference.full_name} first) although the gradients agree to "
+        f"{previous.gradient_error:.1e}: compare learning rate, weight decay, clipping and averaging over ranks"
+    )
+    module = difference.module
+    return FirstDivergence(same=False, module=module, direction="update", difference=difference, text=text), number
 
 
 # --- the call whose code computed a record --------------------------------------------------------------------------
@@ -152,7 +237,7 @@ def _behind_gradient(pairs: Pairs, calls: CallTree, value: int, numbers: np.ndar
     takers, givers = (set(table.call[rows[pairs.a.kind[rows] == kind]].tolist()) for kind in (INPUT, OUTPUT))
     # a call that returns its input, as dropout with p=0 does, computes nothing
     candidates = sorted(takers - givers)
-    leaves = [call for call in candidates if calls.is_leaf(call)]
+    leaves = [call for call in candidates if call not in calls.callers]
     if len(leaves) > 1:
         with_error = {table.module[pairs.row_a[i]] for i in numbers if pairs.phase[i] == Phase.PARAMETER_GRADIENT}
         wrong = [call for call in leaves if calls.name(call)[0] in with_error]
@@ -194,14 +279,6 @@ def _only_in_one(pairs: Pairs, number: int) -> tuple[str, str, int] | None:
     return None
 
 
-# --- words ----------------------------------------------------------------------------------------------------------
-
-
-def full_name(record: ComparedRecord) -> str:
-    """Return the name of the tensor that differs, with its module: ``"h.0.attn.output[0]"``."""
-    return ".".join(filter(None, (record.module, record.tensor)))
-
-
 def _spoken(module: str, occurrence: int = 1) -> str:
     """Return a module's name for a sentence, with the number of a repeated call: ``"h.0 (call 2)"``."""
     name = module or "the model's own code"
@@ -210,12 +287,8 @@ def _spoken(module: str, occurrence: int = 1) -> str:
 
 def _what_differs(record: ComparedRecord) -> str:
     """Return the name of the tensor that differs for a sentence: ``"the gradient of h.0's input[1]"``."""
-    name = f"{_spoken(record.module, record.occurrence)}'s {record.tensor}" if record.module else (
-        f"the model's {record.tensor}"
-    )  # fmt: skip
-    if record.phase in (Phase.BACKWARD, Phase.PARAMETER_GRADIENT):
-        return f"the gradient of {name}"
-    return name
+    owner = _spoken(record.module, record.occurrence) if record.module else "the model"
+    return f"{'the gradient of ' * (record.phase >= Phase.BACKWARD)}{owner}'s {record.tensor}"
 
 
 def _how_it_differs(record: ComparedRecord) -> str:
@@ -225,7 +298,6 @@ def _how_it_differs(record: ComparedRecord) -> str:
         return f"has shape {tuple(a['shape'])} and {tuple(b['shape'])}"
     if record.kind == "nan":
         return f"has {a['nan']} NaN and {a['inf']} inf in the first run, {b['nan']} and {b['inf']} in the second"
-    return (
-        f"differs by {record.error:.1e} (tolerance {record.tolerance:.1e}, inherited "
-        f"{record.inherited:.1e}); mean {a['mean']:.4g} / {b['mean']:.4g}, std {a['std']:.4g} / {b['std']:.4g}"
-    )
+    numbers = f"mean {a['mean']:.4g} / {b['mean']:.4g}, std {a['std']:.4g} / {b['std']:.4g}"
+    limits = f"tolerance {record.tolerance:.1e}, inherited {record.inherited:.1e}"
+    return f"differs by {record.error:.1e} ({limits}); {numbers}"

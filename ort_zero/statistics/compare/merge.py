@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.compare.distance import sketch_errors
-from ort_zero.statistics.compare.layout import Key, Layout, layout_of
-from ort_zero.statistics.compare.notes import notes_on_runs
+from ort_zero.statistics.compare.align import Key, Layout, layout_of, sketch_errors
+from ort_zero.statistics.compare.compare_runs import notes_on_runs
+from ort_zero.statistics.compare.side_by_side import side_by_side
+from ort_zero.statistics.files import open_run
 from ort_zero.statistics.naming import module_name, number_list, tensor_name
-from ort_zero.statistics.reader import open_run
 from ort_zero.statistics.records import Phase
 from ort_zero.statistics.rows import COLUMNS
 from ort_zero.utils import tables as text_tables
@@ -31,8 +31,6 @@ class MergeReport:
     ranks: tuple[int, ...]
     records: int
     """Number of records in all files."""
-    only_pt: int
-    only_ort: int
     notes: list[str]
 
 
@@ -49,60 +47,46 @@ def merge_activation_summary(
     Raises:
         StatisticsError: a run cannot be read, the runs have no step in common, or `output_dir` is not empty.
     """
-    a, b = runs = (open_run(pt_dir), open_run(ort_dir))
+    a, b = open_run(pt_dir), open_run(ort_dir)
     ranks = tuple(sorted(set(a.ranks) & set(b.ranks)))
     steps = tuple(sorted(set(a.info.steps) & set(b.info.steps)))
     if not steps:
-        has = " and ".join(f"{run.info.path} has steps {number_list(run.info.steps)}" for run in runs)
+        has = " and ".join(f"{run.info.path} has steps {number_list(run.info.steps)}" for run in (a, b))
         raise StatisticsError(f"the runs have no step in common: {has}")
-    output = Path(output_dir)
-    records = only_pt = only_ort = 0
+    head = [f"{side}: {run.info.path} ({run.info.backend})" for side, run in (("pt", a), ("ort", b))]
+    output, records = Path(output_dir), 0
     try:
         output.mkdir(parents=True, exist_ok=True)
         if any(output.iterdir()):
             raise StatisticsError(f"{output} is not empty; choose another output_dir")
-        for rank in ranks:
-            common = ((table for table in run.tables(rank) if table.step in steps) for run in runs)
-            for step, *tables in zip(steps, *common):
-                layouts = [layout_of(table) for table in tables]
-                keys = [[layout.keys[row] for row in layout.sequence.tolist()] for layout in layouts]
-                order = list(in_both_orders(*keys))
-                records += len(order)
-                only_pt += len(order) - len(keys[1])
-                only_ort += len(order) - len(keys[0])
-                head = [f"{side}: {run.info.path} ({run.info.backend})" for side, run in zip(("pt", "ort"), runs)]
-                lines = [f"step {step}, rank {rank}", *head, "", *_side_by_side(order, *layouts)]
-                folder = output / f"step_{step}"
-                folder.mkdir(exist_ok=True)
-                (folder / f"rank_{rank}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for step, of_runs in zip(steps, side_by_side((a, b), steps, progress=False)):
+            folder = output / f"step_{step}"
+            folder.mkdir()
+            for rank, *tables in zip(ranks, *of_runs):
+                lines = _side_by_side(*map(layout_of, tables))
+                records += len(lines) // 2
+                text = "\n".join([f"step {step}, rank {rank}", *head, "", *lines])
+                (folder / f"rank_{rank}.txt").write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:
         raise StatisticsError(f"cannot write {output}: {error.strerror or error}") from error
-    lone = {run.info.path: set(run.ranks) - set(ranks) for run in runs}
+    lone = {run.info.path: set(run.ranks) - set(ranks) for run in (a, b)}
     notes = [f"ranks that only {path} has are left out: {number_list(sorted(r))}" for path, r in lone.items() if r]
-    return MergeReport(
-        output_dir=str(output), steps=steps, ranks=ranks, records=records, only_pt=only_pt, only_ort=only_ort,
-        notes=[*a.notes, *b.notes, *notes_on_runs(a, b, steps), *notes],
-    )  # fmt: skip
+    notes = [*a.notes, *b.notes, *notes_on_runs(a, b, steps), *notes]
+    return MergeReport(output_dir=str(output), steps=steps, ranks=ranks, records=records, notes=notes)
 
 
-def in_both_orders(a: Sequence[Key], b: Sequence[Key]) -> Iterator[Key]:
-    """Yield the keys of `a` in order; a key of `b` alone follows the key of `a` that precedes it in `b`."""
-    in_a = set(a)
-    after: dict[Key | None, list[Key]] = {}
-    last = None
+def in_both_orders(a: Sequence[Key], b: Sequence[Key]) -> list[Key]:
+    """Return the keys of `a` in order; a key of `b` alone follows the key that precedes it in `b`."""
+    place = {key: (number, 0) for number, key in enumerate(a)}
+    last = -1, 0
     for key in b:
-        if key in in_a:
-            last = key
-        else:
-            after.setdefault(last, []).append(key)
-    yield from after.get(None, ())
-    for key in a:
-        yield key
-        yield from after.get(key, ())
+        last = place.setdefault(key, (last[0], last[1] + 1))
+    return sorted(place, key=place.__getitem__)
 
 
-def _side_by_side(order: Sequence[Key], a: Layout, b: Layout) -> list[str]:
+def _side_by_side(a: Layout, b: Layout) -> list[str]:
     """Return a table with two lines for each record, one for each run."""
+    order = in_both_orders(*([layout.keys[row] for row in layout.sequence.tolist()] for layout in (a, b)))
     row_of_a, row_of_b = ({key: row for row, key in enumerate(layout.keys)} for layout in (a, b))
     lines = [_HEAD]
     for key in order:

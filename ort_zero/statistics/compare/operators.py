@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from ort_zero.statistics.compare.align import NO_NUMBER, sketch_errors, unequal
 from ort_zero.statistics.compare.comparison import Comparison
-from ort_zero.statistics.compare.conditions import CANCELLATION, LEAF
-from ort_zero.statistics.compare.distance import NO_NUMBER, sketch_errors, unequal
-from ort_zero.statistics.compare.tolerance import EPSILON, FLOOR, HALF_FLOOR, JUMP, epsilons
-from ort_zero.statistics.facts import decode
-from ort_zero.statistics.reader import open_run
-from ort_zero.statistics.records import Table
+from ort_zero.statistics.compare.tolerance import CANCELLATION, EPSILON, FLOOR, HALF_FLOOR, JUMP, LEAF, epsilons
+from ort_zero.statistics.files import open_run
+from ort_zero.statistics.records import Table, decode_facts
 from ort_zero.utils.text import shortened
 
 _PRODUCTS = ("aten.mm(", "aten.addmm(", "aten.bmm(", "aten.baddbmm(")
@@ -72,12 +70,7 @@ def with_operators(comparison: Comparison, operators: OperatorComparison) -> Com
 
 
 def compare_operators(a: str, b: str, rank: int) -> OperatorComparison:
-    """Compare the recorded operators of one rank.
-
-    Args:
-        a: folder of the run that counts as correct.
-        b: folder of the other run.
-    """
+    """Compare the recorded operators of one rank in the folders of two runs, of which the first counts as correct."""
     one, two = (next(open_run(folder).tables(rank)) for folder in (a, b))
     rows = _rows_by_key(two)
     pairs = [(row, rows[key]) for key, row in _rows_by_key(one).items() if key in rows]
@@ -101,7 +94,7 @@ def _rows_by_key(table: Table) -> dict[tuple, int]:
 
 def _lines_of(table: Table) -> list[str]:
     """Return the user's line of each call, with the path of its file from the current folder where it lies below it."""
-    return [line.removeprefix(f"{os.getcwd()}{os.sep}") for line in decode(table.facts).lines]
+    return [line.removeprefix(f"{os.getcwd()}{os.sep}") for line in decode_facts(table.facts).lines]
 
 
 def _only_in(table: Table, other: Table) -> list[str]:

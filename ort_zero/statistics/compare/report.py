@@ -14,7 +14,6 @@ from typing import Any
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics.compare.comparison import ComparedRecord, Comparison
 from ort_zero.statistics.naming import module_name, span
-from ort_zero.statistics.records import RunInfo
 from ort_zero.statistics.rows import COLUMNS
 from ort_zero.utils.atomic_write import write_text
 
@@ -94,17 +93,13 @@ def _render(comparison: Comparison) -> str:
         d=verdict.difference,
         names=_NAMES,
         module_name=module_name,
-        facts=_facts(a, b),
+        facts=[(label, getattr(a, name), getattr(b, name)) for name, label in _FACTS.items()]
+        + [("steps", span(a.steps), span(b.steps))],
         span=span(comparison.steps),
         notes=[*(f"To begin with: {what}" for what in comparison.beginnings), *comparison.notes, *left_out],
         js=Markup((_TEMPLATES / "report.js").read_text(encoding="utf-8")),
         payload=Markup(payload),
     )
-
-
-def _facts(a: RunInfo, b: RunInfo) -> list[tuple[str, Any, Any]]:
-    facts = [(label, getattr(a, name), getattr(b, name)) for name, label in _FACTS.items()]
-    return [*facts, ("steps", span(a.steps), span(b.steps))]
 
 
 def _text(value: Any) -> str:

@@ -14,7 +14,7 @@ from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber, inspec
 from ort_zero.ortmodule import statistics
 from ort_zero.ortmodule.upstream.loading import import_ortmodule
 from ort_zero.ortmodule.upstream.patches import make_ortmodule
-from ort_zero.statistics.collect.graph_capture import mark_places
+from ort_zero.statistics.collect.subscribed_model import mark_places
 from ort_zero.statistics.compare.compare_runs import compare
 
 
