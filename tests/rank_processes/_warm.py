@@ -33,23 +33,13 @@ IMPORTED = (
     "onnx",
     "ort_zero.plugin.engine_patch",
 )
-OF_RANKS = frozenset(
-    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST")
-)
+OF_RANKS = frozenset("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT PYTEST_CURRENT_TEST".split())
 """Environment variables that differ between ranks and that no module reads when it is imported."""
 READ_LATE = frozenset(
-    (
-        "ORT_ZERO_CACHE_DIR",
-        "TMPDIR",
-        "AWS_ACCESS_KEY_ID",
-        "AWS_SECRET_ACCESS_KEY",
-        "AWS_DEFAULT_REGION",
-        "AWS_ENDPOINT_URL",
-        "AWS_EC2_METADATA_DISABLED",
-    )
+    "ORT_ZERO_CACHE_DIR TMPDIR AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_DEFAULT_REGION AWS_ENDPOINT_URL "
+    "AWS_EC2_METADATA_DISABLED".split()
 )
-"""Environment variables that tests set and that no module reads when it is imported: the C++ extensions, which are
-looked for in the cache, are loaded already, and clients of S3 read theirs when they are made."""
+"""Environment variables that tests set and that no module reads when it is imported."""
 
 
 class Forked:
@@ -114,11 +104,7 @@ class Server:
         return Forked(self, self.ask("start", str(folder), dict(env), os.getcwd(), str(output), str(errors or output)))
 
     def ask(self, what: str, *about: Any) -> Any:
-        """Return the answer of the process to a request.
-
-        Raises:
-            RuntimeError: the process has ended.
-        """
+        """Return the answer of the process to a request; raise a RuntimeError if the process has ended."""
         try:
             self._connection.send((what, *about))
             return self._connection.recv()
@@ -207,10 +193,7 @@ def _freeze() -> None:
 
 
 def main(number: int, imports: Iterable[str] = ()) -> int:
-    """Import `imports`, then the modules of all ranks, and fork ranks for the process behind the socket `number`.
-
-    Returns the exit status; in a forked rank, the rank's exit status.
-    """
+    """Import `imports` and the modules of all ranks, and fork ranks for the process behind the socket `number`."""
     from ort_zero.distributed import gloo_exit
     from rank_processes import _worker
 

@@ -62,26 +62,20 @@ def run_on_ranks(
     fresh: bool = False,
     imports: Sequence[str] = (),
 ) -> list[Any]:
-    """Run `target` on `world_size` new processes and return their results in the order of ranks.
+    """Run a function of the top level of a file on new processes, and return their results in the order of ranks.
 
-    Each process gets the variables of a launcher (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
-    ``MASTER_ADDR``, ``MASTER_PORT``) and one thread; a process group that the function leaves behind is destroyed.
-    No process outlives the call.
+    Each process gets the variables of a launcher and one thread. Arguments and results must be picklable. No process
+    outlives the call. A RuntimeError has the traceback of the first failed rank, or all stacks after `timeout` seconds.
 
     Args:
-        target: a function at the top level of a module or file.
+        target: the function.
         world_size: number of ranks.
-        args: arguments; they and the results must be picklable.
+        args: its arguments.
         timeout: seconds for everything, start of the processes included.
         env: more environment variables.
-        fresh: start new interpreters in any case. Otherwise, with ``ORT_ZERO_WARM_RANKS=1``, ranks are forked from a
-            process that has imported torch, DeepSpeed and other modules, unless `env` has variables that modules may
-            read when they are imported.
-        imports: further modules that this process imports, if they are installed; first, if the process starts now.
-
-    Raises:
-        RuntimeError: a rank failed (with the traceback of the first failed rank), or time ran out (with the stacks of
-            each rank).
+        fresh: start new interpreters. Else, with ``ORT_ZERO_WARM_RANKS=1``, ranks are forked from a process that has
+            imported torch and DeepSpeed, unless `env` has variables that modules may read when they are imported.
+        imports: further modules that this process imports, if they are installed.
     """
     with _launched(_spec(target, args), world_size, env or {}, fresh, imports) as (folder, processes):
         _wait(folder, processes, timeout)
@@ -96,21 +90,9 @@ def run_script_on_ranks(
     env: Mapping[str, str] | None = None,
     fresh: bool = False,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run a script on `world_size` new processes; return the exit status and outputs of each, in the order of ranks.
+    """Run a script with a command line on new processes; return exit status, stdout and stderr of each rank.
 
-    As :func:`run_on_ranks`, but a failed script raises no error here, and stdout and stderr of each rank contain only
-    the script's output.
-
-    Args:
-        script: path of the file, which is run as ``__main__``.
-        world_size: number of ranks.
-        args: the command line of the script.
-        timeout: seconds for everything, start of the processes included.
-        env: more environment variables.
-        fresh: see :func:`run_on_ranks`.
-
-    Raises:
-        RuntimeError: time ran out (with the stacks of each rank).
+    As :func:`run_on_ranks`, but a failed script raises no error here.
     """
     words = [os.path.abspath(script), *map(str, args)]
     with _launched({"command": words, "sys_path": _absolute_sys_path()}, world_size, env or {}, fresh) as launched:
@@ -131,10 +113,7 @@ def run_script_on_ranks(
 def _launched(
     spec: Mapping[str, Any], world_size: int, env: Mapping[str, str], fresh: bool, imports: Sequence[str] = ()
 ) -> Iterator[tuple[Path, list[subprocess.Popen | _warm.Forked]]]:
-    """Start the ranks of `spec`; yield the folder of their outputs and the processes. None outlives the block.
-
-    Standard error goes to a separate file if `spec` has a "command".
-    """
+    """Start the ranks of `spec`; yield the folder of their outputs and the processes. None outlives the block."""
     with tempfile.TemporaryDirectory(prefix="ort_zero_ranks_") as name:
         folder = Path(name)
         (folder / "spec.pkl").write_bytes(pickle.dumps(spec))
@@ -167,12 +146,7 @@ def _spec(target: Callable[..., Any], args: tuple) -> dict[str, Any]:
 
 
 def _start(
-    folder: Path,
-    world_size: int,
-    extra: Mapping[str, str],
-    fresh: bool,
-    errors: str | None,
-    imports: Sequence[str],
+    folder: Path, world_size: int, extra: Mapping[str, str], fresh: bool, errors: str | None, imports: Sequence[str]
 ) -> list[subprocess.Popen | _warm.Forked]:
     """Start the ranks; `errors` is the suffix of the files for standard error, None for one file with stdout."""
     tests = Path(__file__).resolve().parents[1]
