@@ -22,11 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(pair: Pair, folder: Path) -> Path | None:
-    """Make the environment of `pair` in `folder`, unless it is there.
-
-    Returns:
-        Its interpreter; None without that Python.
-    """
+    """Make the environment of `pair` in `folder`, unless it is there; return its interpreter, None without one."""
     if not pair.packages:
         return Path(sys.executable)
     python = folder / "bin" / "python"

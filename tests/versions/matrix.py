@@ -55,13 +55,11 @@ class Environment:
         made_for = hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:12]
         self._variables["TORCH_EXTENSIONS_DIR"] = str(cache / f"matrix_{made_for}")
 
-    def run(self, *command: object) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: object, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run a program of Python; what it has started ends with it when time runs out."""
-        arguments = [str(self._python), *map(str, command)]
+        arguments, env = [str(self._python), *map(str, command)], {**self._variables, **variables}
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            process = subprocess.Popen(
-                arguments, cwd=ROOT, env=self._variables, stdout=out, stderr=err, start_new_session=True
-            )
+            process = subprocess.Popen(arguments, cwd=ROOT, env=env, stdout=out, stderr=err, start_new_session=True)
             try:
                 code = process.wait(timeout=SECONDS)
             except subprocess.TimeoutExpired:
@@ -75,8 +73,11 @@ class Environment:
 def try_pair(pair: Pair, python: Path, names: list[str]) -> bool:
     """Run steps of a pair and store what came of them; return whether what plain DeepSpeed can do works."""
     where = Environment(python)
-    plain = where.run(HERE / "plain_deepspeed.py")
-    stages = json.loads(plain.stdout.strip().splitlines()[-1]) if not plain.returncode else {}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "stages.json")
+        ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+        plain = where.run(*ranks, HERE / "plain_deepspeed.py", file, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+        stages = json.loads(file.read_text()) if not plain.returncode else {}
     record: dict[str, Any] = {"name": pair.name, **where.facts, "stages": stages}
     record |= {"passed": 0, "failed": 0, "plain": 0, "skipped": 0, "failures": []}
     if plain.returncode:
@@ -111,14 +112,10 @@ def try_pair(pair: Pair, python: Path, names: list[str]) -> bool:
 
 
 def fails_plainly(text: str, stages: dict[str, dict[str, str] | None]) -> bool:
-    """Return whether a failed test shows that plain DeepSpeed fails there.
+    """Return whether pytest's text of a failure shows that plain DeepSpeed fails there.
 
     Either with an error that ``plain_deepspeed.py`` has met too, in the same function, or in the training of the test
     itself that is without ort_zero.
-
-    Args:
-        text: what pytest says of the failure.
-        stages: the result of ``plain_deepspeed.py``.
     """
     return bool(_REFERENCE.search(text)) or any(
         error["error"] in text and (f"in {error['function']}" in text or f"def {error['function']}(" in text)

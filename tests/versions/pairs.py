@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from steps import STEPS
@@ -28,7 +29,7 @@ class Pair:
     """
 
     name: str
-    packages: tuple[str, ...]
+    packages: Sequence[str]
     why: str
     python: str = "3.11"
     steps: tuple[str, ...] = ALL
@@ -54,18 +55,14 @@ PAIRS = (
     ),
     Pair(
         name="torch-2.8.0",
-        packages=(
-            *("torch==2.8.0", "deepspeed==0.17.6", "transformers==4.57.6", "tokenizers==0.22.1"),
-            "huggingface_hub==0.36.0",
-        ),
+        packages="torch==2.8.0 deepspeed==0.17.6 transformers==4.57.6 tokenizers==0.22.1 "
+        "huggingface_hub==0.36.0".split(),
         why="the last torch with a backend onnxrt; transformers 4 of its last release",
     ),
     Pair(
         name="torch-2.7.1",
-        packages=(
-            *("torch==2.7.1", "deepspeed==0.16.9", "transformers==4.48.3", "tokenizers==0.21.0"),
-            *("huggingface_hub==0.27.1", "accelerate==1.2.1"),
-        ),
+        packages="torch==2.7.1 deepspeed==0.16.9 transformers==4.48.3 tokenizers==0.21.0 huggingface_hub==0.27.1 "
+        "accelerate==1.2.1".split(),
         why="the lowest torch; accelerate 1.2",
     ),
     *(
@@ -85,10 +82,8 @@ PAIRS = (
     ),
     Pair(
         name="transformers-5.0.0",
-        packages=(
-            *("transformers==5.0.0", "tokenizers==0.22.1", "huggingface_hub==1.3.0", "accelerate==1.10.1"),
-            *("httpx==0.28.1", "httpcore==1.0.9"),
-        ),
+        packages="transformers==5.0.0 tokenizers==0.22.1 huggingface_hub==1.3.0 accelerate==1.10.1 httpx==0.28.1 "
+        "httpcore==1.0.9".split(),
         why="the first transformers 5; accelerate 1.10",
         steps=TRANSFORMERS,
     ),

@@ -1,8 +1,8 @@
 """Trains and saves a small model on 2 ranks in plain DeepSpeed, without anything of ort_zero, under ZeRO-1, 2 and 3.
 
-    python tests/versions/plain_deepspeed.py
+    TORCH_DEVICE_BACKEND_AUTOLOAD=0 torchrun --standalone --nproc_per_node 2 tests/versions/plain_deepspeed.py FILE
 
-prints one JSON object: for each stage, for DeepSpeed's activation checkpointing, and for parameters that it gathers
+writes one JSON object: for each stage, for DeepSpeed's activation checkpointing, and for parameters that it gathers
 together, None, or the error with which DeepSpeed itself fails, and the function in which it does. Failures of our
 tests that are this one are none of ort_zero's.
 """
@@ -11,18 +11,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 
 STAGES = (1, 2, 3)
 CHECKPOINTING = "activation checkpointing"
 GATHERED = "gathered parameters"
-RANKS = 2
-SECONDS = 900
-"""Limit of time; DeepSpeed may have operators to compile, which takes minutes on a busy machine."""
 
 
 def train(stage: int, folder: str) -> None:
@@ -75,8 +70,8 @@ def gather_parameters() -> None:
         raise RuntimeError("parameters in deepspeed.zero.GatheredParameters are not whole")
 
 
-def rank(folder: str) -> None:
-    """Try every stage, one after the other, and write what came of it into `folder`."""
+def rank(file: str) -> None:
+    """Try every stage, one after the other; rank 0 writes what came of it into a file."""
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
@@ -84,7 +79,7 @@ def rank(folder: str) -> None:
     others = {CHECKPOINTING: checkpoint_activations, GATHERED: gather_parameters}
     for name in (*STAGES, *others):
         try:
-            others[name]() if name in others else train(name, folder)
+            others[name]() if name in others else train(name, f"{file}_checkpoints")
             found[name] = None
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
@@ -93,49 +88,10 @@ def rank(folder: str) -> None:
             found[name] = {"error": text, "function": where}
     if any(name.partition(".")[0] == "ort_zero" for name in sys.modules):
         raise RuntimeError("ort_zero was imported, so this was no plain DeepSpeed")
-    Path(folder, f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))
-
-
-def main() -> int:
-    """Start the ranks and print what rank 0 found; return 1 if they did not get to their end."""
-    sys.path.append(str(Path(__file__).resolve().parents[1]))
-    from rank_processes.ranks import free_port  # the ranks import nothing of it
-
-    with tempfile.TemporaryDirectory() as folder:
-        own = {
-            "MASTER_ADDR": "127.0.0.1",
-            # DeepSpeed may compile for minutes before it listens: a port that nobody else is given in the meantime
-            "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": str(RANKS),
-            "LOCAL_WORLD_SIZE": str(RANKS),
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-        }
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, folder],
-                env={**os.environ, **own, "RANK": str(number), "LOCAL_RANK": str(number)},
-                stdout=subprocess.DEVNULL,
-                stderr=sys.stderr,
-            )
-            for number in range(RANKS)
-        ]
-        try:
-            codes = [process.wait(timeout=SECONDS) for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        if any(codes):
-            return 1
-        print(Path(folder, "rank_0.json").read_text())
-    return 0
+    if os.environ["RANK"] == "0":
+        Path(file).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ and len(sys.argv) > 1:
-        rank(sys.argv[1])
-        os._exit(0)  # gloo's threads may end an interpreter that ends with "terminate called without an exception"
-    else:
-        sys.exit(main())
+    rank(sys.argv[1])
+    os._exit(0)  # gloo's threads may end an interpreter that ends with "terminate called without an exception"

@@ -45,12 +45,11 @@ STEPS = {
             *(
                 f"{_COMPILED}{name}.py"
                 for name in (
-                    "backend compiled_errors compiled_modules compiled_statistics compiled_transitions deferred_logits "
-                    "memory_budget reports without_compiler"
+                    "backend compiled_errors compiled_modules compiled_statistics compiled_transitions head_and_loss "
+                    "memory_budget reports backend_by_name"
                 ).split()
             ),
         ),
-        without=(f"{_COMPILED}memory_budget.py::test_a_budget_holds_as_predicted[vit]",),
     ),
     "OpInfo": Step(tests=(f"{_COMPILED}compiled_opinfo.py",)),
     "parity": Step(tests=("tests/compile/dist/test_unit_parity.py",)),
@@ -73,11 +72,11 @@ STEPS = {
             "tests/contract/test_statistics.py::test_evaluation_has_no_gradients_and_is_a_step",
             f"{_CLEAN}[ort zero-3-bert]",
             f"{_CLEAN}[torch zero-3-bert]",
-        ),
+        )
     ),
     "accelerate": Step(
         tests=(
-            f"{_COMPILED}ecosystem_switches.py",
+            f"{_COMPILED}backend_by_name.py",
             "tests/dist/test_checkpoint_frameworks.py::test_accelerate_saves_and_loads_state",
         )
     ),

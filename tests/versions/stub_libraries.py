@@ -98,17 +98,8 @@ def _compile(folder: Path, library: str, versions: dict[str, set[str]], more: se
         for name in names
     )
     source.write_text("\n".join(bodies) + "\nint empty;\n")
-    command = [
-        "gcc",
-        "-w",
-        "-fno-builtin",
-        "-shared",
-        "-fPIC",
-        f"-Wl,-soname,{library}",
-        "-o",
-        folder / library,
-        source,
-    ]
+    options = ("-w", "-fno-builtin", "-shared", "-fPIC", f"-Wl,-soname,{library}")
+    command = ["gcc", *options, "-o", folder / library, source]
     if versions:
         lines = (f"{version} {{ global: {' '.join(f'{n};' for n in sorted(v))} }};" for version, v in versions.items())
         script.write_text("\n".join(lines) + "\n")
