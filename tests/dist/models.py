@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from tiny_models import bert, gpt2
+from tiny_models import bert, gpt2, llama
 from torch import nn
 
 VOCAB = 211
@@ -48,15 +51,21 @@ def _gpt2(**changes):
     return gpt2(words=VOCAB, hidden=32, **changes)
 
 
-def _llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _vit():
+    from transformers import ViTConfig, ViTForImageClassification
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=64, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
-        )
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=4,
+        num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
+    return ViTForImageClassification(config)
+
+
+def _resnet():
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    sizes = dict(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic")
+    return ResNetForImageClassification(ResNetConfig(num_labels=5, **sizes))
 
 
 def build(name: str) -> nn.Module:
@@ -80,7 +89,11 @@ def build(name: str) -> nn.Module:
         model.transformer.h[0].ln_1.requires_grad_(False)
         return model
     if name == "llama":
-        return _llama()
+        return llama(words=VOCAB, hidden=32)
+    if name == "vit":
+        return _vit()
+    if name == "resnet":
+        return _resnet()
     raise KeyError(name)
 
 
@@ -94,6 +107,9 @@ class Batches:
         for _ in range(2):
             if name == "mlp":
                 item = (torch.randn(BATCH, 7, generator=generator), torch.randint(0, 5, (BATCH,), generator=generator))
+            elif name in ("vit", "resnet"):  # pictures of 16 pixels
+                pictures = torch.randn(BATCH, 3, 16, 16, generator=generator)
+                item = (pictures, torch.randint(0, 5, (BATCH,), generator=generator))
             else:
                 ids = torch.randint(0, VOCAB, (BATCH, SEQ), generator=generator)
                 mask = torch.ones_like(ids)
@@ -106,6 +122,8 @@ class Batches:
         first, second = self.items[i % 2]
         if self.name == "mlp":
             return nn.functional.cross_entropy(model(first), second)
+        if self.name in ("vit", "resnet"):
+            return model(pixel_values=first, labels=second).loss
         if self.name == "shared":
             return nn.functional.cross_entropy(model(first).flatten(0, 1), first.flatten())
         if self.name == "bert":
@@ -114,3 +132,8 @@ class Batches:
             logits = model(first).logits
             return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), first[:, 1:].flatten())
         return model(input_ids=first, attention_mask=second, labels=first).loss
+
+
+def losses_of(name: str, rank: int) -> tuple[nn.Module, Callable[[Any, int], torch.Tensor]]:
+    """Return a model and the function of its losses."""
+    return build(name), Batches(name, rank).loss

@@ -1,4 +1,4 @@
-"""BERT, GPT-2 and T5 of transformers with random weights, as small as a test wants them; without dropout."""
+"""BERT, GPT-2, Llama and T5 of transformers with random weights, as small as a test wants them; without dropout."""
 
 from __future__ import annotations
 
@@ -14,6 +14,18 @@ def gpt2(*, words: int, hidden: int, layers: int = 2, heads: int = 4, positions:
         eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return GPT2LMHeadModel(GPT2Config(**{**arguments, **changes}))
+
+
+def llama(*, words: int, hidden: int, layers: int = 2, heads: int = 4, positions: int = 64, **changes) -> nn.Module:
+    """Return a Llama whose heads share keys and values in pairs; `changes` are arguments of its config."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    arguments = dict(
+        vocab_size=words, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=heads // 2, intermediate_size=2 * hidden, max_position_embeddings=positions,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**{**arguments, **changes}))
 
 
 def bert(*, words: int, hidden: int, layers: int = 2, heads: int = 4, positions: int = 64, **changes) -> nn.Module:

@@ -55,12 +55,6 @@ def unchanged(sample: Any) -> Any:
     return sample
 
 
-def with_gaps(sample: Any) -> Any:
-    """Return a sample whose tensors have gaps of NaN in memory."""
-    tensors = _tensors(pytree.tree_leaves((sample.input, sample.args, sample.kwargs)))
-    return sample.noncontiguous() if all(tensor.layout is torch.strided for tensor in tensors) else sample
-
-
 def with_special_values(sample: Any) -> Any:
     """Return a sample with NaN, infinities, zeros of both signs, halves and the largest integers in its tensors."""
 
@@ -122,15 +116,10 @@ class _Noting(Compiler):
 def sweep(
     name: str, dtype: torch.dtype, *, limit: int | None = None, change: Change = unchanged, by_segment: bool = False
 ) -> Outcome:
-    """Return what became of the samples of one operator.
+    """Return what became of the samples of one operator in a dtype, at most `limit` of them, spread over all.
 
-    Args:
-        name: the operator's name in OPERATORS.
-        dtype: the dtype of the samples.
-        limit: number of samples to run, spread over all of them; None runs all.
-        change: returns a changed sample, see with_gaps and with_special_values.
-        by_segment: compare each segment with PyTorch, in place of the results with eager PyTorch: there torch's
-            decompositions treat NaN and infinity otherwise than the operators.
+    `change` returns a changed sample. `by_segment` compares each segment with PyTorch, in place of the results with
+    eager PyTorch: there torch's decompositions treat NaN and infinity otherwise than the operators.
     """
     op = OPERATORS[name]
     outcome = Outcome(name)

@@ -1,9 +1,4 @@
-"""Write random models as Python source, and train each compiled and in eager PyTorch, on the same seeds.
-
-As a program, train the models of a range of seeds, and print each difference with its source::
-
-    python tests/compile/contract/random_programs.py 0 1000
-"""
+"""Write random models as Python source, and train each compiled and in eager PyTorch, on the same seeds."""
 
 from __future__ import annotations
 
@@ -11,12 +6,8 @@ import copy
 import gc
 import itertools
 import linecache
-import logging
 import random
 import re
-import sys
-import warnings
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -388,24 +379,3 @@ def _graph_runs() -> int:
 def _failed() -> dict[str, str]:
     """Return the segments of all models that failed their check, by key."""
     return {key: why for model in ort_zero.status()["models"] for key, why in model["compiled"]["failed"].items()}
-
-
-def main() -> int:
-    """Train the programs of a range of seeds; return 1 if one of them differs."""
-    first, last = map(int, sys.argv[1:3])
-    logging.getLogger("ort_zero").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    counts: Counter[str] = Counter()
-    for seed in range(first, last):
-        said = difference(seed)
-        counts["right" if said is None else "different"] += 1
-        if said is not None:
-            print(said, flush=True)
-        if seed % 50 == 49:
-            print(f"{seed + 1 - first} of {last - first} programs: {dict(counts)}", flush=True)
-    print(dict(counts))
-    return 1 if counts["different"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

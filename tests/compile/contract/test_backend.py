@@ -24,8 +24,7 @@ from ort_zero.runtimes.agreement import Runner
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
+def seed():
     torch.manual_seed(0)
 
 
@@ -83,19 +82,6 @@ def test_the_registered_function_takes_options_and_refuses_unknown_ones():
     torch._dynamo.reset()
     with pytest.raises((ConfigError, torch._dynamo.exc.BackendCompilerFailed), match="unknown option"):
         torch.compile(layer, backend=ort_zero, options={"speed": 11})(x)
-
-
-def test_training_and_gradients():
-    layer, x = Layer(), torch.randn(5, 8)
-    twin = copy.deepcopy(layer)
-    call, backend = compiled(layer)
-    for _ in range(3):
-        call(x).square().sum().backward()
-        twin(x).square().sum().backward()
-    for mine, theirs in zip(layer.parameters(), twin.parameters()):
-        torch.testing.assert_close(mine.grad, theirs.grad)
-    assert backend.engine.runs == {"forward": 3, "backward": 3}
-    ran(backend)
 
 
 def test_a_release_whose_vectors_take_no_tensors_in_one_call(monkeypatch):
@@ -205,11 +191,6 @@ CASES: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], tuple[torc
     "no dimensions": (
         lambda: lambda a, b: torch.tanh(a * 3 + b) - a.exp(),
         lambda: (torch.tensor(0.5, requires_grad=True), torch.tensor(2.0, requires_grad=True)),
-        None,
-    ),
-    "not contiguous": (
-        lambda: lambda a, b, c: F.gelu(a * b + c) @ c.t(),
-        lambda: (torch.randn(8, 5).t(), torch.randn(5, 16)[:, ::2], torch.randn(1, 8).expand(5, 8)),
         None,
     ),
     "float64": (lambda: Layer().double(), lambda: (_leaf(5, 8, dtype=torch.float64),), 1e-12),
@@ -344,17 +325,6 @@ def test_a_session_that_fails_in_a_later_run_leaves_its_segment_to_pytorch(monke
 
 def _out_of_memory(*arguments: Any) -> Any:
     raise RuntimeError("out of memory")
-
-
-def test_an_index_beyond_the_rows_raises_in_the_words_of_pytorch():
-    embedding = nn.Embedding(5, 8)
-    call, backend = compiled(lambda ids: torch.tanh(embedding(ids)) * 2)
-    for _ in range(3):
-        call(torch.tensor([0, 4]))
-    ran(backend)
-    with pytest.raises(IndexError, match="index out of range"):
-        call(torch.tensor([0, 5]))
-    ran(backend)
 
 
 def test_results_without_gradients_can_be_changed_in_place():

@@ -15,11 +15,6 @@ from torch import nn
 import ort_zero
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-
-
 def _step(model: nn.Module) -> tuple[dict[str, torch.Tensor | None], list[str]]:
     """Return result and gradients of a forward and a backward, and the hooks that were called."""
     x = torch.linspace(-1, 1, 4 * mutations.WIDTH, dtype=next(model.parameters()).dtype).reshape(4, -1).requires_grad_()

@@ -9,7 +9,6 @@ import sys
 import types
 import weakref
 
-import pytest
 import torch
 from stack_models import IN, Block, Stack
 from torch import nn
@@ -18,11 +17,6 @@ import ort_zero
 from ort_zero.compile import sessions
 
 SECTION = {"backend": "compile", "compile": {"place": "ort"}}
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
 
 
 def wrapped(model: nn.Module) -> nn.Module:

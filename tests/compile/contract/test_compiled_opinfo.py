@@ -64,12 +64,6 @@ def test_operators_are_right_in_other_dtypes(dtype, names):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "names"), _groups(torch.float32))
-def test_operators_read_tensors_with_gaps(dtype, names):
-    _assert_right([sweep(name, dtype, limit=6, change=operator_sweep.with_gaps) for name in names])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "names"), [*_groups(torch.float32), *_groups(torch.float64), *_groups(torch.int64)])
 def test_segments_treat_special_values_as_pytorch_does(dtype, names):
     change = operator_sweep.with_special_values

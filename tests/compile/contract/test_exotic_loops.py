@@ -19,11 +19,6 @@ import ort_zero
 from ort_zero.errors import ExportError
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-
-
 class Norms(Block):
     """A block with statistics, random numbers, an argument that depends on the other one, and a result that is two."""
 

@@ -3,19 +3,130 @@
 from __future__ import annotations
 
 import copy
+import os
+import random
+import secrets
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from random_draws import DRAWS, UNSEEDED, WIDTH, Noisy, next_numbers, seed_all
 from torch import nn
+from torch.nn import functional as F
 
 import ort_zero
 
+WIDTH = 16
+GENERATOR = np.random.default_rng(3)
+STATE = np.random.RandomState(3)
+PYTHON = random.Random(3)
+TORCH = torch.Generator()
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
+
+def _with_seed(seed: Callable[[int], Any], draw: Callable[[], Any]) -> Any:
+    seed(7)
+    return draw()
+
+
+def _shuffled(shuffle: Callable[[Any], None], numbers: Any) -> Any:
+    shuffle(numbers)
+    return numbers
+
+
+def _drawn_again(get: Callable[[], Any], put: Callable[[Any], None], draw: Callable[[], Any]) -> Any:
+    state = get()
+    first = draw()
+    put(state)
+    return first
+
+
+def _forked() -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return torch.rand(WIDTH)
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "np.random.rand": lambda: float(np.random.rand()),
+    "np.random.permutation": lambda: torch.tensor(np.random.permutation(WIDTH)),
+    "np.random.permutation of an array": lambda: torch.tensor(np.random.permutation(np.arange(WIDTH))),
+    "np.random.seed": lambda: (np.random.seed(0), np.random.permutation(np.arange(WIDTH)))[1],
+    "np.random.randint": lambda: int(np.random.randint(0, 16)),
+    "np.random.randn": lambda: torch.from_numpy(np.random.randn(WIDTH)).float(),
+    "np.random.normal": lambda: np.random.normal(size=WIDTH),
+    "np.random.choice": lambda: np.random.choice(16, WIDTH),
+    "np.random.shuffle": lambda: _shuffled(np.random.shuffle, np.arange(WIDTH)),
+    "np.random.beta": lambda: np.random.beta(0.5, 0.5),
+    "np.random.set_state": lambda: _drawn_again(np.random.get_state, np.random.set_state, np.random.rand),
+    "np.random.default_rng": lambda: np.random.default_rng(0).normal(size=WIDTH),
+    "np.random.Generator": lambda: GENERATOR.normal(size=WIDTH),
+    "np.random.Generator.permutation": lambda: GENERATOR.permutation(WIDTH),
+    "np.random.RandomState": lambda: STATE.rand(WIDTH),
+    "random.random": lambda: random.random(),  # the call, as a program has it
+    "random.choice": lambda: random.choice([1.0, 2.0, 3.0]),
+    "random.shuffle": lambda: _shuffled(random.shuffle, list(range(WIDTH))),
+    "random.gauss": lambda: random.gauss(0, 1),
+    "random.seed": lambda: random.random() + _with_seed(random.seed, random.random),
+    "random.setstate": lambda: _drawn_again(random.getstate, random.setstate, random.random),
+    "random.Random": lambda: PYTHON.random(),
+    "random.Random.randint": lambda: PYTHON.randint(0, 15),
+    "random.Random, made here": lambda: random.Random(0).random(),
+    "torch.rand": lambda: torch.rand(WIDTH),
+    "torch.randperm": lambda: torch.randperm(WIDTH),
+    "dropout": lambda: F.dropout(torch.ones(WIDTH), 0.5),
+    "normal_": lambda: torch.empty(WIDTH).normal_(),
+    "torch.manual_seed": lambda: torch.rand(WIDTH) + _with_seed(torch.manual_seed, lambda: torch.rand(WIDTH)),
+    "torch.set_rng_state": lambda: _drawn_again(torch.get_rng_state, torch.set_rng_state, lambda: torch.rand(WIDTH)),
+    "torch.random.fork_rng": _forked,
+    "torch.Generator": lambda: torch.rand(WIDTH, generator=TORCH),
+    "torch.Generator, normal_": lambda: torch.empty(WIDTH).normal_(generator=TORCH),
+    "torch.Generator, made here": lambda: torch.rand(WIDTH, generator=torch.Generator().manual_seed(1)),
+    "all": lambda: torch.rand(WIDTH) + np.random.rand() + random.random() + torch.rand(WIDTH) + np.random.rand(),
+}
+UNSEEDED: dict[str, Callable[[], Any]] = {
+    "secrets.randbelow": lambda: secrets.randbelow(10**9),
+    "secrets.token_bytes": lambda: int.from_bytes(secrets.token_bytes(4), "little"),
+    "random.SystemRandom": lambda: random.SystemRandom().random(),
+    "random.Random without a seed": lambda: random.Random().random(),
+    "np.random.default_rng without a seed": lambda: np.random.default_rng().random(),
+    "os.urandom": lambda: int.from_bytes(os.urandom(4), "little"),
+}
+"""Draws that differ in each call, whatever was seeded."""
+
+
+class Noisy(nn.Module):
+    """A unit whose result hangs on one of the draws."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.draw = (DRAWS | UNSEEDED)[name]
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        noise = torch.as_tensor(np.asarray(self.draw())).float() * 0.1
+        return x + torch.sin(self.linear(x) + noise)
+
+
+def seed_all() -> None:
+    """Put every generator into a fixed state."""
+    np.random.seed(1)
+    random.seed(1)
+    PYTHON.seed(1)
+    torch.manual_seed(1)
+    TORCH.manual_seed(1)
+    STATE.seed(1)
+    GENERATOR.bit_generator.state = np.random.default_rng(1).bit_generator.state
+
+
+def next_numbers() -> list[float]:
+    """Return the next number of every generator."""
+    python = [random.random(), PYTHON.random()]
+    return (
+        python
+        + [torch.rand(1, generator=each).item() for each in (None, TORCH)]
+        + [float(each) for each in (np.random.rand(), STATE.rand(), GENERATOR.random())]
+    )
 
 
 def steps(model: nn.Module) -> tuple[list[torch.Tensor], list[float]]:

@@ -23,11 +23,6 @@ from ort_zero.units.unit_forward import UnitForward, is_compiled
 WIDTH = 16
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()

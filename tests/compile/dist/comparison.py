@@ -29,14 +29,9 @@ def section(**options: Any) -> dict[str, Any]:
 def unit_config(
     ort: bool, stage: int = 3, *, gas: int = 1, options: Mapping[str, Any] | None = None, **zero: Any
 ) -> dict:
-    """Return a DeepSpeed config; ZeRO-3 partitions every weight unless `zero` says otherwise.
+    """Return a DeepSpeed config, with `options` of the compile backend if ONNX Runtime runs the model.
 
-    Args:
-        ort: whether ONNX Runtime runs the model; plain DeepSpeed gets no section.
-        stage: of ZeRO.
-        gas: steps of gradient accumulation.
-        options: of the compile backend.
-        zero: more keys of ``zero_optimization``; None leaves DeepSpeed's default.
+    ZeRO-3 partitions every weight unless `zero`, more keys of ``zero_optimization``, says otherwise.
     """
     if stage == 3:
         zero.setdefault("stage3_param_persistence_threshold", 0)
@@ -48,12 +43,7 @@ def unit_config(
 
 
 class Run:
-    """One training of a scenario, and what came out.
-
-    Args:
-        ort: whether ONNX Runtime runs the model.
-        folder: for files.
-    """
+    """One training of a scenario, in plain DeepSpeed or in ONNX Runtime, and what came out."""
 
     def __init__(self, ort: bool, folder: Path):
         self.ort = ort
@@ -185,12 +175,7 @@ def trained_alike(
 ) -> None:
     """Assert that a scenario trained as in plain DeepSpeed, and that ONNX Runtime ran each segment.
 
-    Args:
-        report: of :func:`compare`.
-        where: for messages.
-        engines: the number of engines.
-        failures: whether PyTorch may have run something, which the caller looks at.
-        ran: whether ONNX Runtime must have run something.
+    With `failures` PyTorch may have run something, which the caller looks at; without `ran` all.
     """
     assert "error" not in report, f"{where}: {report['error']}"
     assert not report["plain_models"], f"{where}: the reference was not plain DeepSpeed"

@@ -118,7 +118,7 @@ def all_collectives(ranks: int) -> dict[str, tuple[bool, list[str]]]:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_results_are_right_and_collectives_are_those_within_the_tensors(ranks: int):
-    for results in run_on_ranks(all_collectives, ranks, ranks, fresh=True):
+    for results in run_on_ranks(all_collectives, ranks, ranks):
         for name, (is_right, names) in results.items():
             assert is_right, name
             if name.startswith("gathered"):
@@ -161,5 +161,5 @@ def unequal(kind: str) -> str:
     [("units", "elements of unit"), ("elements", "elements of rank 0 in the group differs: rank 0 has 3")],
 )
 def test_what_must_be_equal_and_is_not_is_one_error_on_both_ranks(kind: str, words: str):
-    first, second = run_on_ranks(unequal, 2, kind, fresh=True, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    first, second = run_on_ranks(unequal, 2, kind, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     assert first == second and words in first and "rank 1 has" in first

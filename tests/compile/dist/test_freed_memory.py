@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,37 +46,19 @@ def engine_of(stage: int, width: int = 128) -> Any:
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
-def pages_of(train: Callable[[], None]) -> float:
-    """Return the median number of new pages in a settled step."""
+def pages_of_steps(stage: int, width: int = 128, rows: int = 1536) -> float:
+    """Return the median number of new pages in a settled step of an engine."""
     import ort_zero
 
-    pages = []
+    engine, x, pages = engine_of(stage, width), torch.randn(rows, width), []
     for _ in range(40):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        train()
+        engine.backward(engine(x).square().mean())
+        engine.step()
         pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     status = ort_zero.status()["models"][-1]
     assert status["fallbacks"] == 0 and status["graph_runs"]["backward"], status
     return statistics.median(pages[20:])
-
-
-def pages_of_steps(stage: int, width: int = 128, rows: int = 1536) -> float:
-    """Return the number of new pages in a step of an engine."""
-    engine, x = engine_of(stage, width), torch.randn(rows, width)
-
-    def train() -> None:
-        engine.backward(engine(x).square().mean())
-        engine.step()
-
-    return pages_of(train)
-
-
-def pages_of_wrapped_model() -> float:
-    """Return the number of new pages in forward and backward without an engine."""
-    import ort_zero
-
-    model, x = ort_zero.wrap(model_of_layers(), log_level="ERROR"), torch.randn(1536, 128)
-    return pages_of(lambda: model(x).square().mean().backward())
 
 
 def held_gradients() -> tuple[bool, bool]:
@@ -109,35 +90,6 @@ def test_a_settled_step_gets_few_new_pages():
 def test_gradients_beyond_glibcs_bound_get_few_new_pages(stage: int):
     """51 MiB of gradients, of which DeepSpeed reduces, gathers and updates no more at once than glibc keeps."""
     assert max(run_on_ranks(pages_of_steps, 2, stage, 640, 64, fresh=True)) < 100
-
-
-def bounds(prefetch: int, reduce: int) -> tuple[int, int]:
-    """Return the engine's bounds of a prefetch and of a bucket of gradients, in elements."""
-    import deepspeed
-
-    import ort_zero
-
-    ort_zero.enable()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
-        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": prefetch, "reduce_bucket_size": reduce},
-        "ort_zero": {"log_level": "ERROR"},
-    }
-    model = model_of_layers()
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    coordinator = engine.optimizer.parameter_offload.param_coordinator
-    return coordinator._PartitionedParameterCoordinator__prefetch_bucket_sz, engine.optimizer.reduce_bucket_size
-
-
-def test_larger_buckets_are_bounded_and_smaller_ones_stay():
-    most = ((32 << 20) - (64 << 10)) // 4
-    assert run_on_ranks(bounds, 1, 50_000_000, 500_000_000, fresh=True) == [(most // 2, most)]
-    assert run_on_ranks(bounds, 1, 300_000, 5_000, fresh=True)[0] == (300_000, 5_000)
-
-
-def test_a_settled_step_without_an_engine_gets_few_new_pages():
-    assert run_on_ranks(pages_of_wrapped_model, 1, fresh=True)[0] < 100
 
 
 def test_gradients_that_somebody_holds_stay_as_they_are():

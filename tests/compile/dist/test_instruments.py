@@ -8,33 +8,53 @@ import io
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
+import torch
 from deepspeed_setup import ds_config, start
+from launch_once import launched
 from rank_processes.ranks import run_on_ranks
 
+import ort_zero
+
 STEPS = 5
+
+
+def engine_of(stage: int, compiled: bool, config: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
+    """Return an engine around a GPT-2, and a function that trains a step and returns its loss."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = tiny_models.gpt2(words=64, hidden=16, heads=2)
+    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    config = {**ds_config(stage, ort=None, **zero), **config}
+    if compiled:
+        config["ort_zero"] = {"backend": "compile", "compile": {"place": "ort"}, "log_level": "WARNING"}
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    ids = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(engine.global_rank))
+
+    def step() -> float:
+        loss = engine(input_ids=ids, labels=ids)["loss"]
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return engine, step
 
 
 def instrumented(folder: str, stage: int, compiled: bool) -> dict[str, Any]:
     """Train a GPT-2 with all instruments; return what each of them shows on this rank."""
     rank = start()
-    import deepspeed
-    import tiny_models
-    import torch
     from deepspeed.comm import comm
     from deepspeed.runtime.utils import see_memory_usage
 
-    import ort_zero
-
-    torch.manual_seed(0)
-    model = tiny_models.gpt2(words=64, hidden=16, heads=2)
     where = Path(folder) / f"{stage} {compiled}"
-    config = ds_config(stage, ort=None, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}))
     flops = where / f"flops_{rank}.txt"
-    config |= {
+    config = {
         "steps_per_print": 1,
         "wall_clock_breakdown": True,
         "memory_breakdown": True,
@@ -42,18 +62,10 @@ def instrumented(folder: str, stage: int, compiled: bool) -> dict[str, Any]:
         "csv_monitor": {"enabled": True, "output_path": str(where), "job_name": "run"},
         "flops_profiler": {"enabled": True, "profile_step": 2, "detailed": False, "output_file": str(flops)},
     }
-    if compiled:
-        config["ort_zero"] = {"backend": "compile", "compile": {"place": "ort"}, "log_level": "WARNING"}
     comm.comms_logger.comms_dict.clear()
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    ids = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(rank))
-    losses = []
+    engine, step = engine_of(stage, compiled, config)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        for _ in range(STEPS):
-            loss = engine(input_ids=ids, labels=ids)["loss"]
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+        losses = [step() for _ in range(STEPS)]
         see_memory_usage("at the end", force=True)
     lines = printed.getvalue().splitlines()
     shown = {
@@ -72,21 +84,23 @@ def instrumented(folder: str, stage: int, compiled: bool) -> dict[str, Any]:
     }
     if compiled:
         status = ort_zero.status()["models"][-1]
-        assert status["fallbacks"] == 0 and status["graph_runs"] == dict.fromkeys(
-            ("forward", "backward"), 3 * (STEPS - 1)
-        )
+        runs = 3 * (STEPS - 1)
+        assert status["fallbacks"] == 0 and status["graph_runs"] == {"forward": runs, "backward": runs}
     engine.destroy()
     return shown
 
 
-def instrumented_twice(folder: str, stage: int) -> list[dict[str, Any]]:
-    """Train in plain DeepSpeed, then compiled."""
-    return [instrumented(folder, stage, compiled) for compiled in (False, True)]
+STAGES = (1, 3)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_instruments_show_what_they_show_of_plain_deepspeed(stage, tmp_path):
-    plain, ours = zip(*run_on_ranks(instrumented_twice, 2, str(tmp_path), stage, timeout=400))
+def instrumented_twice(folder: str) -> list[list[dict[str, Any]]]:
+    """Train under each stage in plain DeepSpeed, then compiled."""
+    return [[instrumented(folder, stage, compiled) for compiled in (False, True)] for stage in STAGES]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_instruments_show_what_they_show_of_plain_deepspeed(stage):
+    plain, ours = zip(*(reports[STAGES.index(stage)] for reports in launched(instrumented_twice, 2)))
     for theirs, mine in zip(plain, ours, strict=True):
         assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
     for name in ("flops", "timers", "memory", "files"):  # of the rank that writes them
@@ -111,29 +125,12 @@ def test_instruments_show_what_they_show_of_plain_deepspeed(stage, tmp_path):
 def tuned(folder: str, compiled: bool) -> dict[str, Any]:
     """Run what DeepSpeed's autotuner runs for each configuration: some steps, after which the engine exits."""
     start()
-    import deepspeed
-    import tiny_models
-    import torch
-
-    torch.manual_seed(0)
-    model = tiny_models.gpt2(words=64, hidden=16, heads=2)
     file = Path(folder) / f"metrics {compiled}.json"
-    config = ds_config(1, ort=None)
-    config["autotuning"] = {
-        "enabled": True,
-        "start_profile_step": 3,
-        "end_profile_step": 5,
-        "metric_path": str(file),
-    }
-    if compiled:
-        config["ort_zero"] = {"backend": "compile", "compile": {"place": "ort"}, "log_level": "WARNING"}
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    ids = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(0))
+    tuning = {"enabled": True, "start_profile_step": 3, "end_profile_step": 5, "metric_path": str(file)}
+    engine, step = engine_of(1, compiled, {"autotuning": tuning})
     with pytest.raises(SystemExit):
         for _ in range(20):
-            loss = engine(input_ids=ids, labels=ids)["loss"]
-            engine.backward(loss)
-            engine.step()
+            step()
     found = {"steps": engine.global_steps, "flops": engine.flops, **json.loads(file.read_text())}
     engine.destroy()
     return found

@@ -7,6 +7,7 @@ The ranks run at ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: torch and ort_zero compare 
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,38 +106,16 @@ class Model(nn.Module):
         return x + self.experts(x)[0] if hasattr(self, "experts") else x
 
 
-class Grid:
-    """Groups of ranks as DeepSpeed asks for them: two ranks next to each other share a model."""
-
-    def __init__(self, size: int):
-        self.size, self.rank = size, torch.distributed.get_rank()
-        count = torch.distributed.get_world_size()
-        self.models = [torch.distributed.new_group(range(i, i + size)) for i in range(0, count, size)]
-        self.data = [torch.distributed.new_group(range(i, count, size)) for i in range(size)]
-
-    def get_model_parallel_group(self):
-        return self.models[self.rank // self.size]
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-
-    def get_data_parallel_group(self):
-        return self.data[self.rank % self.size]
-
-    def get_model_parallel_rank(self):
-        return self.rank % self.size
-
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-
-    def get_model_parallel_world_size(self):
-        return self.size
-
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-
-    def get_data_parallel_rank(self):
-        return self.rank // self.size
-
-    def get_data_parallel_world_size(self):
-        return torch.distributed.get_world_size() // self.size
+def grid(size: int) -> SimpleNamespace:
+    """Return groups of ranks as DeepSpeed asks for them: two ranks next to each other share a model. All ranks call."""
+    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    models = [torch.distributed.new_group(range(i, i + size)) for i in range(0, count, size)]
+    data = [torch.distributed.new_group(range(i, count, size)) for i in range(size)]
+    found = {"data_parallel_group": data[rank % size]}
+    found |= {"data_parallel_rank": rank // size, "data_parallel_world_size": count // size}
+    for name in ("model_parallel", "tensor_model_parallel"):
+        found |= {f"{name}_group": models[rank // size], f"{name}_rank": rank % size, f"{name}_world_size": size}
+    return SimpleNamespace(**{f"get_{name}": lambda value=value: value for name, value in found.items()})
 
 
 def trained(case: dict[str, Any], section: dict[str, Any] | None) -> dict[str, Any]:
@@ -180,7 +159,7 @@ def trained(case: dict[str, Any], section: dict[str, Any] | None) -> dict[str, A
     }
     if section is not None:
         config["ort_zero"] = section
-    mpu = Grid(case["tensor_parallel"]) if "tensor_parallel" in case else None
+    mpu = grid(case["tensor_parallel"]) if "tensor_parallel" in case else None
     # DeepSpeed keeps these of earlier engines
     groups.mpu = groups.mesh_device = torch_autocast.TORCH_AUTOCAST_DTYPE = None
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
@@ -219,12 +198,14 @@ def train_all(ranks: int) -> dict[str, tuple[dict[str, Any], ...]]:
     ort_zero.enable()
     deepspeed.init_distributed("gloo", verbose=False)
     collectives._PIECE, adam._PIECE = 100, 50
-    sections: list[Any] = [None, None, {"exclude": ["*"]}, {"compile": {"place": "ort"}}]
-    trainings = []
-    for section in sections[: 4 if ranks == 2 else 3]:
-        trainings.append({name: trained(case, section) for name, case in CASES[ranks].items()})
-    # the first training of experts differs from DeepSpeed's own second by what other engines left in DeepSpeed
-    return {name: tuple(training[name] for training in trainings[1:]) for name in CASES[ranks]}
+    if ranks == 4:  # the first training of experts differs from DeepSpeed's own second by what other engines left
+        trained(CASES[4]["experts"], None)
+    sections: list[Any] = [None, {"exclude": ["*"]}, {"compile": {"place": "ort"}}]
+    trainings = [
+        {name: trained(case, section) for name, case in CASES[ranks].items()}
+        for section in sections[: 3 if ranks == 2 else 2]
+    ]
+    return {name: tuple(training[name] for training in trainings) for name in CASES[ranks]}
 
 
 @once

@@ -27,8 +27,8 @@ import test_unit_features
 from comparison import Run, compare, trained_alike, unit_config
 from deepspeed_setup import start
 from launch_once import once
+from models import losses_of
 from rank_processes.ranks import run_on_ranks, run_script_on_ranks
-from unit_models import losses_of
 
 import ort_zero
 from ort_zero.distributed import lone_failures

@@ -11,10 +11,10 @@ import pytest
 import torch
 from comparison import GRADIENT, Run, compare, section, trained_alike
 from launch_once import launched
+from models import losses_of
 from stack_models import IN, OUT, Stack
 from torch import nn
 from torch.nn import functional as F
-from unit_models import losses_of
 
 import ort_zero
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from comparison import Run, compare, trained_alike
 from launch_once import launched
-from unit_models import losses_of
+from models import losses_of
 
 BUCKET = 5000
 
@@ -86,13 +86,7 @@ def failing_conversion(run: Run) -> None:
 
 
 def _with_kernel(
-    run: Run,
-    name: str,
-    operator: str,
-    changed: Callable[[list[torch.Tensor]], Any],
-    *,
-    after: int = 0,
-    steps: int = 12,
+    run: Run, name: str, operator: str, changed: Callable[[list[torch.Tensor]], Any], *, after: int = 0, steps: int = 12
 ) -> None:
     from ort_zero.compile import trial
     from ort_zero.compile.sessions import Session
@@ -105,10 +99,7 @@ def _with_kernel(
         return changed(results) if is_changed else results
 
     model, loss_of = losses_of(name, run.rank)
-    with (
-        replaced(Session, "run", kernel if run.rank == 1 else right),
-        replaced(trial, "_SAMPLED_SHARE", 1.0),
-    ):
+    with replaced(Session, "run", kernel if run.rank == 1 else right), replaced(trial, "_SAMPLED_SHARE", 1.0):
         _run(run, model, loss_of, steps)
 
 

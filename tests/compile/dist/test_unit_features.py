@@ -15,8 +15,8 @@ from comparison import Run, compare, trained_alike
 from launch_once import launched
 from models import Batches, build
 from older_versions import older
-from random_draws import WIDTH, Noisy, next_numbers, seed_all
 from stack_models import HIDDEN, IN, OUT, Actor, Block, CalledOften, Critic, Dangling, External, Stack, Switched, Tied
+from tiny_models import gpt2
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -236,17 +236,6 @@ class RecomputedReentrant(Recomputed):
     reentrant = True
 
 
-def checkpointing(run: Run) -> None:
-    """Compute blocks again in the backward under ZeRO-2, with torch's newer form of checkpointing."""
-    model = build("gpt2_sdpa")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.enable_input_require_grads()
-    run.start(model, stage=2)
-    batches_loss = Batches("gpt2_sdpa", run.rank).loss
-    run.train(batches_loss)
-    run.evaluate(batches_loss)
-
-
 def generation(run: Run) -> None:
     """Generate text between steps, through the engine's module and in TRL's way, and sample it."""
     from deepspeed.runtime.zero import unwrap_model_for_generation
@@ -269,21 +258,55 @@ def generation(run: Run) -> None:
         run.evaluate(batches_loss)
 
 
-DRAWN = (
-    "np.random.rand", "np.random.permutation", "np.random.permutation of an array", "np.random.seed",
-    "np.random.randint", "np.random.randn", "np.random.Generator", "random.random", "random.Random", "torch.Generator",
-    "dropout", "all",
-)  # fmt: skip
+CLASSES = 4096
+"""Words of a head that leaves its logits to the loss."""
 
 
-def random_numbers(run: Run) -> None:
-    """Draw from generators of NumPy, Python and torch within units."""
-    run.start(made(lambda: nn.Sequential(*map(Noisy, DRAWN))))
-    seed_all()
-    run.train(lambda engine, step: engine(torch.full((4, WIDTH), 0.1 * (step + run.rank))).square().mean())
-    run.seen["next numbers"] = next_numbers()
+def head(run: Run, **settings: Any) -> Callable[[Any, int], Any]:
+    """Start a GPT-2 with a head of many classes; return the function of its outputs: ranks have other shares of labels.
+
+    The head has the embedding's weight below ZeRO-3 alone.
+    """
+    torch.manual_seed(0)
+    tied = settings.get("stage") == 2
+    sizes = dict(words=CLASSES, hidden=16, heads=2, positions=32, use_cache=False)
+    run.start(gpt2(**sizes, tie_word_embeddings=tied), **settings)
+
+    def outputs(engine: Any, step: int) -> Any:
+        generator = torch.Generator().manual_seed(1000 + 10 * (step % 2) + run.rank)
+        ids = torch.randint(0, CLASSES, (3, 17), generator=generator)
+        share = torch.rand(ids.shape, generator=generator)
+        return engine(input_ids=ids, labels=torch.where(share < (0.2, 0.8)[run.rank], ids, -100))
+
+    return outputs
 
 
+def head_and_loss_under_zero2(run: Run) -> None:
+    """Accumulate gradients, with the head's weight in the embedding."""
+    outputs = head(run, stage=2, gas=2)
+    run.train(lambda engine, step: outputs(engine, step).loss, 6)
+
+
+def head_and_loss(run: Run) -> None:
+    """Train and evaluate with a weight of the head's own, and look for weights that were not released."""
+    outputs = head(run, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0)
+    run.train(lambda engine, step: outputs(engine, step).loss)
+    run.evaluate(lambda engine, step: outputs(engine, step).loss)
+    run.seen["whole"] = run.whole()
+
+
+def logits_read_on_one_rank(run: Run) -> None:
+    """Read the logits on one rank alone, at two of five steps and after the optimizer's step."""
+    outputs = head(run)
+    for step in range(5):
+        found = outputs(run.engine, step)
+        run.step(found.loss)
+        if run.rank == 0 and step % 2:
+            run.losses.append(found.logits.detach().float().norm().item() / 100)
+
+
+IN_CHUNKS = {"head_and_loss_under_zero2": 6, "head_and_loss": 4, "logits_read_on_one_rank": 5}
+"""Numbers of losses that are computed without all logits."""
 READING = "a unit reads a weight of another module"
 PLAIN: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "biases stay whole": (Stack, {"stage3_param_persistence_threshold": 50}),
@@ -322,8 +345,8 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
         each.__name__: each
         for each in (
             zero_init, offload_cpu, leaf_modules, switched, gathered_between, frozen, freezing, accumulation,
-            forwards_before_backwards, actor_and_critic, initialized_again, checkpoints, checkpointing, generation,
-            random_numbers,
+            forwards_before_backwards, actor_and_critic, initialized_again, checkpoints, generation,
+            head_and_loss_under_zero2, head_and_loss, logits_read_on_one_rank,
         )
     },
 }  # fmt: skip
@@ -344,6 +367,7 @@ def test_a_feature_leads_to_the_numbers_of_plain_deepspeed(name):
         engines, failures = 2 if name == "actor_and_critic" else 1, name == READING
         trained_alike(report, f"{name}, rank {rank}", engines=engines, failures=failures)
         assert max(report["parameters"].values()) <= 1e-4
+        assert report["models"][0]["compiled"]["losses_in_chunks"] == IN_CHUNKS.get(name, 0)
 
 
 def test_a_unit_that_reads_a_weight_of_another_module_runs_in_pytorch_and_is_named():
@@ -359,7 +383,9 @@ def test_scenarios_are_about_what_they_say():
     reports, _ = launched(compare_all, 2)
     assert reports["zero_init"]["seen"][1]["partitioned"]
     assert reports["biases stay whole"]["seen"][1]["whole"] == 8
+    assert reports["head_and_loss"]["seen"][1]["whole"] == []
     assert reports["leaf_modules"]["seen"][1]["leaves"] == 3
+    assert reports["generation"]["models"][0]["compiled"]["dynamo_graphs"] <= 8, "none of caches, which grow"
     seen = reports["generation"]["seen"][1]
     assert len(seen["unwrapped 1"][0]) == 7 and seen["sampled 1"] != seen["unwrapped 1"]
     runs = reports["units are computed again"]["models"][0]["graph_runs"]

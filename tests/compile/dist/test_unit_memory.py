@@ -14,7 +14,7 @@ import pytest
 import torch
 from comparison import Run, compare, trained_alike
 from launch_once import launched
-from unit_models import losses_of
+from models import losses_of
 
 MODELS = ("gpt2_sdpa", "resnet")
 SETTINGS = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from comparison import Run, compare, trained_alike
 from launch_once import launched
-from unit_models import losses_of
+from models import losses_of
 
 STEPS = 20
 PAIRS = (("gpt2_sdpa", 3), ("bert", 1), ("vit", 2), ("resnet", 3))

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 
 from ort_zero.compile import trial as trial_module
-from ort_zero.compile.engine import CompileEngine
-from ort_zero.compile.memory import MemoryBudget
-from ort_zero.compile.records import GraphRecord, SegmentRecord
-from ort_zero.compile.settings import Settings
 from ort_zero.compile.trial import Trial
 from ort_zero.runtimes.agreement import Agreement, Decision, Runner
 from ort_zero.runtimes.differences import explain_difference
@@ -128,25 +122,6 @@ def test_a_run_of_pytorch_that_is_exact_by_chance_is_no_measure():
     theirs, ours = torch.tensor([1e-9]), torch.tensor([1e-7])  # sums of numbers that cancel
     assert explain_difference([ours], [theirs], lambda: ([exact], [[torch.tensor([5e-8])]])) is None
     assert explain_difference([ours * 8], [theirs], lambda: ([exact], [[torch.tensor([5e-8])]])) is not None
-
-
-def test_runs_are_made_only_until_one_explains_the_difference():
-    made = []
-
-    def judges():
-        def more():
-            for distance in (5e-8, 1e-7, 2e-7):
-                made.append(distance)
-                yield [torch.tensor([distance]), torch.tensor([True])]
-
-        return [torch.tensor([0.0], dtype=torch.float64), torch.tensor([False])], more()
-
-    theirs = [torch.tensor([1e-9]), torch.tensor([False])]
-    assert explain_difference([torch.tensor([8e-9]), theirs[1]], theirs, judges) is None and made == []
-    assert explain_difference([torch.tensor([3e-7]), theirs[1]], theirs, judges) is None and made == [5e-8]
-    made.clear()
-    assert explain_difference([torch.tensor([7e-7]), torch.tensor([True])], theirs, judges) is None
-    assert made == [5e-8, 1e-7], "the second result is judged by the runs that the first one has asked for"
 
 
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), float("-inf")])
@@ -297,34 +272,3 @@ def test_placements_are_kept_on_disk(tmp_path, monkeypatch: pytest.MonkeyPatch):
     trial = Trial("key", "sampled", "measured", clock=third.clock)
     third.run(trial, Agreement(tmp_path), 7)
     assert trial.runner is Runner.ONNXRUNTIME
-
-
-@pytest.mark.parametrize("gains, prefers", [((1e-3, -2e-4), False), ((1e-4, 5e-5), True), ((None, 1e-5), False)])
-def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains, prefers):
-    """Gains are of the forward's and the backward's segment; None is a placement that nobody has timed."""
-    engine = CompileEngine(Settings())
-    block, head = nn.Module(), nn.Linear(4, 4096)
-    for direction, gain in zip(("forward", "backward"), gains, strict=True):
-        trial = Trial(direction, "sampled", "measured", runner=Runner.ONNXRUNTIME, gain=gain)
-        engine.graphs.append(
-            GraphRecord(
-                direction, "Block", None, Runner.ONNXRUNTIME, [SegmentRecord(trial, 3, 10**9)], Counter(), {}, 0
-            )
-        )
-    trial = Trial("loss", "sampled", "measured", runner=Runner.TORCH)
-    for unit in ("Block", "Linear"):
-        engine.graphs.append(
-            GraphRecord("loss", unit, None, Runner.ONNXRUNTIME, [SegmentRecord(trial, 2, 10**12)], Counter(), {}, 0)
-        )
-    before = engine.as_dict()
-    assert engine.goes_to_torch(block, "Block") is prefers
-    assert not engine.goes_to_torch(block, "Another") and not engine.goes_to_torch(head, "Linear")  # loss in chunks
-    after = engine.as_dict()
-    assert (before["units_in_torch"], list(after["units_in_torch"])) == ({}, ["Block"] if prefers else [])
-    assert before["segments_in_torch"] == 2 and before["flop_share"] == pytest.approx(2e9 / 2.002e12)
-    assert (after["segments_in_torch"], after["flop_share"]) == ((4, 0) if prefers else (2, before["flop_share"]))
-    engine.memory = MemoryBudget("all")
-    engine.is_stale = True
-    engine.add(engine.graphs[0])
-    assert engine.as_dict()["flop_share"] == 1, "the units are compiled again"
-    assert not engine.goes_to_torch(block, "Block"), "PyTorch's own forward keeps all for its backward"

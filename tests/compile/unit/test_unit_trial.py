@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ort_zero
-from ort_zero.compile.engine import CompileEngine
 from ort_zero.runtimes.agreement import Agreement, Runner, agreement
 from ort_zero.runtimes.unit_trial import UnitTrial
 from ort_zero.units.running_model import _models
@@ -144,13 +143,6 @@ def test_a_runner_that_fails_is_left_out():
     assert UnitTrial("unit", Agreement(), [Runner.ONNXRUNTIME]).runner is Runner.ONNXRUNTIME, "it is the only one"
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 4, 12])
-def test_each_layer_has_each_form_in_turn(layers: int):
-    trial = UnitTrial("unit", Agreement(), THREE)
-    had = [[trial.turn() for _ in range(layers)] for _ in range(40)]
-    assert all({step[layer] for step in had} == set(THREE) for layer in range(layers))
-
-
 @pytest.mark.parametrize("takes_gradient", [True, False])
 def test_a_unit_without_backwards_stays_compiled(takes_gradient: bool):
     clock = Clock()
@@ -179,26 +171,6 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-def test_gradients_are_pytorchs_while_units_are_timed(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("ORT_ZERO_CACHE_DIR", str(tmp_path))
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(Layer() for _ in range(4)))
-    ours = nn.Sequential(*(Layer() for _ in range(4)))
-    ours.load_state_dict(plain.state_dict())
-    ort_zero.wrap(ours, backend="compile")
-    for number in range(60):
-        x = torch.randn(8, 64)
-        for model in (plain, ours):
-            model.zero_grad(set_to_none=True)
-            model(x.clone().requires_grad_()).square().mean().backward()
-        for (name, wanted), parameter in zip(plain.named_parameters(), ours.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad, wanted.grad, msg=f"{name} in step {number}")
-    running = _models[ours]
-    (trial,) = running.trials.values() or [None]
-    by_segments = "Layer" in running.engine.units_in_torch
-    assert by_segments or (trial is not None and trial.runner is not None), "neither rule has decided"
 
 
 def trained(model: nn.Module, steps: int, rows: int = 2, **section) -> dict:
@@ -235,22 +207,6 @@ def test_a_later_start_leaves_to_pytorch_at_once_what_was_slower(tmp_path, monke
         assert start(1, **other)["graph_runs"]["forward"] == 3, f"{other}: all units are compiled"
     wider = start(1, rows=3)
     assert wider["compiled"]["graphs"] == 0, "sizes count by powers of two"
-
-
-@pytest.mark.parametrize("is_faster", [True, False])
-def test_the_smallest_and_the_largest_unit_of_a_class_are_tried_first(tmp_path, monkeypatch, is_faster: bool):
-    monkeypatch.setenv("ORT_ZERO_CACHE_DIR", str(tmp_path))
-    agreement.cache_clear()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(width) for width in (48, 32, 64, 128, 96)))
-    if is_faster:
-        monkeypatch.setattr(CompileEngine, "_why_not_in_ort", lambda self, unit_class: None)
-    status = trained(model, 60)
-    assert status["compiled"]["dynamo_graphs"] == (5 if is_faster else 2)
-    if not is_faster:
-        assert status["runners"]["Layer"]["units"] == {"torch": 5} and status["compiled"]["settled"]
-        agreement.cache_clear()
-        assert trained(model, 1)["compiled"]["dynamo_graphs"] == 0, "the decision on the others is kept too"
 
 
 def test_units_without_training_calls_and_graphs_of_rare_sizes_hold_nothing_up(tmp_path, monkeypatch):
