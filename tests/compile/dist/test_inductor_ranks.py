@@ -10,7 +10,7 @@ import pytest
 import torch
 from comparison import Run, compare, trained_alike
 from launch_once import once
-from models import VOCAB, Batches, build
+from models import VOCAB, build, losses_of
 from rank_processes.ranks import run_on_ranks
 from test_unit_memory import alive, released_storages
 
@@ -36,19 +36,19 @@ def counted() -> list[int]:
 def released(run: Run) -> None:
     """Accumulate two micro-batches; look at weights and their memory after a forward and after a step."""
     runs = counted()
-    model, batches = build("llama"), Batches("llama", run.rank)
+    model, loss_of = losses_of("llama", run.rank)
     options = dict(stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=0, options=INDUCTOR)
     run.start(model, gas=2, **options)
-    run.train(batches.loss, 4)
+    run.train(loss_of, 4)
     with released_storages() as noted:
-        loss = batches.loss(run.engine, 4)
+        loss = loss_of(run.engine, 4)
         run.notes["whole"], run.notes["alive"] = run.whole(), alive(noted)
         run.notes["released"] = sum(size for _, size, _ in noted)
         run.step(loss)
         del loss
         run.notes["alive after"], run.notes["whole after"] = alive(noted), run.whole()
-    run.train(batches.loss, range(5, 8))
-    run.evaluate(batches.loss)
+    run.train(loss_of, range(5, 8))
+    run.evaluate(loss_of)
     run.notes["runs"] = runs[0]
 
 
@@ -68,15 +68,15 @@ def checkpointed_lengths(run: Run, reentrant: bool) -> None:
 
 def compiled_at_other_times(run: Run) -> None:
     """Have one rank evaluate in the first steps, and so time its units in other steps than the other one."""
-    model, batches = build("llama"), Batches("llama", run.rank)
+    model, loss_of = losses_of("llama", run.rank)
     options = {"place": "measured", "runners": ["ort", "inductor", "torch"]}
     run.start(model, options=options, stage=2)
     for step in range(48):
-        run.step(batches.loss(run.engine, step))
+        run.step(loss_of(run.engine, step))
         if run.rank and step < 4:
             run.engine.eval()
             with torch.no_grad():
-                batches.loss(run.engine.module, step)
+                loss_of(run.engine.module, step)
             run.engine.train()
 
 

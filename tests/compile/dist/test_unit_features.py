@@ -13,7 +13,7 @@ import pytest
 import torch
 from comparison import Run, compare, trained_alike
 from launch_once import launched
-from models import Batches, build
+from models import losses_of
 from older_versions import older
 from stack_models import HIDDEN, IN, OUT, Actor, Block, CalledOften, Critic, Dangling, External, Stack, Switched, Tied
 from tiny_models import gpt2
@@ -240,14 +240,14 @@ def generation(run: Run) -> None:
     """Generate text between steps, through the engine's module and in TRL's way, and sample it."""
     from deepspeed.runtime.zero import unwrap_model_for_generation
 
-    run.start(build("gpt2_sdpa"))
-    batches_loss = Batches("gpt2_sdpa", run.rank).loss
+    model, gpt2_loss = losses_of("gpt2_sdpa", run.rank)
+    run.start(model)
     ids = torch.arange(8).reshape(2, 4) + run.rank
     arguments = dict(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, pad_token_id=0
     )
     for step in range(2):
-        run.train(batches_loss, range(2 * step, 2 * step + 2))
+        run.train(gpt2_loss, range(2 * step, 2 * step + 2))
         run.engine.eval()
         with torch.no_grad():
             run.seen[f"module {step}"] = run.engine.module.generate(**arguments).tolist()
@@ -255,7 +255,7 @@ def generation(run: Run) -> None:
                 run.seen[f"unwrapped {step}"] = unwrapped.generate(**arguments).tolist()
                 torch.manual_seed(step)
                 run.seen[f"sampled {step}"] = unwrapped.generate(**{**arguments, "do_sample": True}).tolist()
-        run.evaluate(batches_loss)
+        run.evaluate(gpt2_loss)
 
 
 CLASSES = 4096
