@@ -112,12 +112,12 @@ def test_all_keeps_less_and_bytes_are_a_budget_too(monkeypatch):
 
 def test_without_a_budget_forwards_keep_what_the_free_memory_takes(monkeypatch, capsys):
     log.get_logger().setLevel(logging.INFO)
-    losses, all_kept, _ = trained("gpt2", monkeypatch)
-    plenty, kept, memory = trained("gpt2", monkeypatch, memory={"recompute": "auto"}, log_level="INFO")
+    losses, all_kept, _ = trained(monkeypatch)
+    plenty, kept, memory = trained(monkeypatch, memory={"recompute": "auto"}, log_level="INFO")
     assert kept == pytest.approx(all_kept, rel=0.01) and memory["kept"] == memory["kept_without"]
     assert "are free: forwards keep" in capsys.readouterr().err
     monkeypatch.setattr("ort_zero.compile.memory.free_memory", lambda: all_kept // 2)
-    little, kept, memory = trained("gpt2", monkeypatch, memory={"recompute": "auto"})
+    little, kept, memory = trained(monkeypatch, memory={"recompute": "auto"})
     assert kept <= 0.8 * (all_kept // 2) and memory["kept"] == pytest.approx(kept, rel=0.01)
     assert plenty == pytest.approx(losses, rel=1e-5) and little == pytest.approx(losses, rel=1e-5)
 
