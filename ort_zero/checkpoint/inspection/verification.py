@@ -18,7 +18,7 @@ from ort_zero.checkpoint.dcp import reader as dcp
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.deepspeed.splits import parse_rules
 from ort_zero.checkpoint.deepspeed.tensor_parallel import SplitUnknownError
-from ort_zero.checkpoint.files import json_text, safetensors_header
+from ort_zero.checkpoint.files import safetensors_header
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.finding import find, format_in, no_checkpoint, open_in, whole_checkpoints_text
 from ort_zero.checkpoint.format import manifest
@@ -31,6 +31,8 @@ from ort_zero.utils.progress import bar
 from ort_zero.utils.text import shortened
 
 _OURS = re.compile(r"rank_.*|.*\.safetensors")
+_OF_A_SAVE = re.compile(r"rank_\d{5}_(?:master|optimizer|extra)(\.[0-9a-f]{8})?\.(?:safetensors|json)")
+"""Matches the names of a rank's files; group 1 is the same for all files of a save over another save of the tag."""
 _OF_MACOS = "._"
 """Prefix of the names of files that macOS adds beside others on disks of other systems."""
 _MAX_NAMED = 3
@@ -159,12 +161,13 @@ def _names(
             text = f"{folder.path(name)} is one too many: the metadata do not name it; remove it"
             problems.append((name, text))
         return [*source.files, *dcp.metadata_files(folder)]
+    own = {match[1] for name in source.files if (match := _OF_A_SAVE.fullmatch(name))}
     for name in folder.names():
         if name in source.files or name == manifest.NAME or name.startswith(_OF_MACOS):
             continue
         if name.endswith(PARTIAL):
             notes.append(f"{folder.path(name)} is left over from an interrupted save and may be removed")
-        elif is_of_another_save(folder, name, source):
+        elif (match := _OF_A_SAVE.fullmatch(name)) and match[1] not in own:
             notes.append(
                 f"{folder.path(name)} is left over from a save of this tag that was interrupted and may be removed"
             )
@@ -233,9 +236,6 @@ def _check_files(
     return list(sizes.values()), [problem for problems in found for problem in problems]
 
 
-_OF_A_SAVE = re.compile(r"rank_\d{5}_(master|optimizer|extra)(\.[0-9a-f]{8})?\.(safetensors|json)")
-
-
 def problem_of_shard(folder: Folder, file: File, source: Source, advance: Callable[[int], Any]) -> str | None:
     """Return the problem of one file, None if it is the file of the manifest. Every byte is read."""
     path = folder.path(file.name)
@@ -254,20 +254,6 @@ def problem_of_shard(folder: Folder, file: File, source: Source, advance: Callab
     damaged = list(_damaged(folder, file, source))
     where = f", in {shortened(damaged, _MAX_NAMED)}" if damaged else ", outside of its tensors"
     return f"{path} is damaged: its content does not match its xxh3-128{where}"
-
-
-def is_of_another_save(folder: Folder, name: str, source: Source) -> bool:
-    """Return True for a rank's file, not in the manifest, of another save of the same tag.
-
-    While a tag is saved again, its folder has files of both saves: new files before the new manifest, old ones after.
-    """
-    if not _OF_A_SAVE.fullmatch(name):
-        return False
-    try:
-        save = _metadata(folder, name).get("save_id")
-    except CheckpointError:
-        return False
-    return save is not None and save != source.save_id
 
 
 def _wrong_extent(folder: Folder, file: File) -> str | None:
@@ -294,14 +280,3 @@ def _damaged(folder: Folder, file: File, source: Source) -> Iterator[str]:
                     digest.update(block)
                 if digest.digest() != piece.check:
                     yield f"{tensor.kind} of {tensor.name}"
-
-
-def _metadata(folder: Folder, name: str) -> dict[str, Any]:
-    """Return what a file tells of its save and rank; empty if it cannot be read."""
-    try:
-        if not name.endswith(".json"):
-            return safetensors_header.read(folder, name).metadata
-        value = json_text.loads(json_text.read_object(folder, name, manifest.MAX_EXTRA_BYTES))
-    except (ValueError, CorruptCheckpointError):
-        return {}
-    return value if isinstance(value, dict) else {}
