@@ -116,12 +116,7 @@ def rows_of(pieces: Sequence[Piece], index: Mapping[str, int]) -> list[list[Any]
 
 
 def run_of(row: Sequence[Any], files: int) -> PieceRun:
-    """Return the run of a row of the manifest that lists `files` files.
-
-    Raises:
-        TypeError: the row has another form.
-        IndexError: the row names a file that is not listed.
-    """
+    """Return the run of a row of the manifest that lists `files` files; TypeError or IndexError for a wrong row."""
     file, offset, length, start, checks, count, step = row
     if any(type(number) is not int or number < 0 for number in (file, offset, length, start)):
         raise TypeError("file, offset, length and first element must be whole numbers, 0 or more")

@@ -15,6 +15,8 @@ from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.text import shortened
 
+Shape = tuple[int, ...]
+"""Number of elements along each axis, or an index along each."""
 MASTER = "master"
 """Kind of the values that the optimizer updates: fp32 copies, or in an fp32 run the weights themselves."""
 WEIGHT = "weight"
@@ -70,11 +72,11 @@ class Tensor:
     """:data:`MASTER`, :data:`WEIGHT`, :data:`BUFFER`, or the name of an optimizer state."""
     dtype: str
     """The dtype's code in safetensors: "F32", "BF16", ..."""
-    shape: tuple[int, ...]
+    shape: Shape
     pieces: Sequence[Piece]
     """The ranges of the tensor in the order of `start`; together they cover every element exactly once (see
     :func:`~ort_zero.checkpoint.pieces.check_cover`). A tuple or a lazy sequence."""
-    strides: tuple[int, ...] | None = None
+    strides: Shape | None = None
     """Strides in elements of a tensor that is not row-major. Such a tensor has one piece, which spans its range of the
     storage. None for a row-major tensor."""
 

@@ -89,9 +89,7 @@ def _damage_before_values(source: Source, folder: Folder, file: File) -> str | N
         end = 8 + int.from_bytes(folder.read(file.name, 0, 8), "little") if is_safetensors else 0
     for start, length, crc in file.records:
         if start < end and folder.crc32(file.name, start, start + length) != crc:
-            return (
-                f"{folder.path(file.name)} is damaged: bytes {start} to {start + length} do not match the seal's CRC-32"
-            )
+            return f"{folder.path(file.name)} is damaged: bytes {start} to {start + length} are not as they were sealed"
     return None
 
 

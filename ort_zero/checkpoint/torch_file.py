@@ -71,13 +71,9 @@ have the same pickle."""
 def open_torch_file(
     folder: Folder, name: str, cache: Contents | None = None, start: int = 0, length: int | None = None
 ) -> TorchFile:
-    """Return the content of a ``.pt`` file, or of a range of a file that holds one.
+    """Return the content of a ``.pt`` file, or of the range of a file that holds one.
 
-    Args:
-        cache: contents of files opened before, to which this file is added. Files with the same pickle then share one
-            content, which the caller must not change.
-        start: first byte of the range.
-        length: number of bytes of the range; None for all to the end of the file.
+    Files with the same pickle share one content in `cache`, which the caller must not change.
     """
     data = _Bytes(folder, name, start, length)
     records, path = _records_of(data), data.path

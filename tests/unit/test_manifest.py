@@ -103,7 +103,7 @@ WRONG = [
         "the tensors claim 128 bytes of a.safetensors, which has 64",
     ),
     *[
-        (lambda t, name=name: t["config"].update({name: "x"}), "wrong at config.*is not the name of a configuration")
+        (lambda t, name=name: t["config"].update({name: "x"}), "wrong at config.*is no name of a configuration")
         for name in FORBIDDEN_CONFIGS
     ],
 ]

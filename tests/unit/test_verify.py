@@ -89,7 +89,7 @@ def test_files_of_an_interrupted_save_of_the_same_tag_are_notes(ours):
         (ours / name).write_text("")
     report = check(ours)
     assert report.ok and len(report.notes) == 2
-    assert all("left over from a save of this tag that was interrupted" in note for note in report.notes)
+    assert all("left over from an interrupted save of this tag" in note for note in report.notes)
     (ours / "rank_00009_extra.json").write_text("{}")
     one_problem(ours, "rank_00009_extra.json", "one too many")
 

@@ -241,9 +241,7 @@ def _merged_rows(merge: Merge, reader: CheckedReader, dtype: str) -> Iterator[me
 
     base = torch.empty(merge.base.shape, dtype=torch_dtype(merge.base.dtype))
     a, b = (torch.empty(stored.shape, dtype=torch.float32) for stored in (merge.a, merge.b))
-    reader.read(
-        ReadRequest(stored, target.view(-1)) for stored, target in ((merge.base, base), (merge.a, a), (merge.b, b))
-    )
+    reader.read(ReadRequest(tensor, into.view(-1)) for tensor, into in ((merge.base, base), (merge.a, a), (merge.b, b)))
     step = max(1, CHUNK // (4 * max(1, base.shape[1])))
     for row in range(0, base.shape[0], step):
         part = slice(row, row + step)

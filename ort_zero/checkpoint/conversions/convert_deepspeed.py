@@ -127,9 +127,7 @@ def _optimizer_state(work: Conversion, flats: list[FlatGroup], saved: TrainingSt
     if zero3:
         content |= {"partition_count": work.new.world_size, "optimizer_state_dict": inner, "fp32_flat_groups": masters}
         return content
-    slices = [
-        OrderedDict((p.name, deepspeed_files.fragment(p.offset, p.length)) for p in flat.places) for flat in flats
-    ]
+    slices = [OrderedDict((p.name, deepspeed_files.fragment(p.offset, p.length)) for p in f.places) for f in flats]
     return content | {
         "base_optimizer_state": inner,
         "single_partition_of_fp32_groups": masters,

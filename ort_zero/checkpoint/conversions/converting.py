@@ -327,6 +327,9 @@ def _discard(work: Conversion, ranks: RankGroup, written: bool) -> None:
         shutil.rmtree(work.target.url, ignore_errors=True)
 
 
+# ---- ort_zero's format: each tensor cut into one piece per rank -----------------------------------------------------
+
+
 def _write_our_rank(work: Conversion, rank: int) -> bytes:
     """Write the files of one rank of the new checkpoint; return the rank's part of the manifest, packed."""
     weights: list[ShardEntry] = []
@@ -344,9 +347,7 @@ def _write_our_rank(work: Conversion, rank: int) -> bytes:
     work.reader.read(requests)
     tensors: list[Any] = []
     state = vars(work.training_state(rank))
-    extra = {
-        key: values.encode(v, key, tensors) for key, v in state.items() if v is not None or key not in OPTIONAL_KEYS
-    }
+    extra = {k: values.encode(v, k, tensors) for k, v in state.items() if v is not None or k not in OPTIONAL_KEYS}
     extra["counters"] = {"micro_steps": 0, **extra["counters"]} if extra["counters"] else extra["counters"]
     optimizer = work.source.optimizer
     scalars = optimizer.scalars if optimizer is not None and rank == 0 else {}

@@ -24,6 +24,7 @@ from ort_zero.checkpoint.records import (
     Optimizer,
     ParamGroup,
     Piece,
+    Shape,
     Source,
     Tensor,
     check_state_name,
@@ -72,9 +73,9 @@ class CheckpointContents:
         key: str,
         meaning: Meaning,
         dtype: str,
-        shape: tuple[int, ...],
+        shape: Shape,
         blocks: Sequence[Block],
-        strides: tuple[int, ...] | None = None,
+        strides: Shape | None = None,
         number: float | None = None,
     ) -> None:
         """Add a tensor of the checkpoint, whose elements are in `blocks`.
@@ -265,7 +266,7 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-Form = tuple[bool, tuple[int, ...]]
+Form = tuple[bool, Shape]
 """Whether a tensor is sharded, as far as files of ranks tell, and its shape."""
 
 

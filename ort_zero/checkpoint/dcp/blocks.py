@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ort_zero.checkpoint.pieces import LazyPieces
-from ort_zero.checkpoint.records import Piece
+from ort_zero.checkpoint.records import Piece, Shape
 
 _MAX_RANGES = 1 << 20
 """Maximum number of ranges of a tensor whose blocks form no grid; about 150 bytes of memory each."""
@@ -22,8 +22,8 @@ _MAX_RANGES = 1 << 20
 class Block(NamedTuple):
     """A block of a tensor whose elements lie one after the other (row-major) in a file."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Shape
+    sizes: Shape
     file: str
     offset: int
     """Bytes from the start of the file to the block's first element, or to the zip with it."""
@@ -31,7 +31,7 @@ class Block(NamedTuple):
     """Bytes of the zip."""
 
 
-def pieces_of_blocks(shape: tuple[int, ...], blocks: Iterable[Block], itemsize: int) -> Sequence[Piece]:
+def pieces_of_blocks(shape: Shape, blocks: Iterable[Block], itemsize: int) -> Sequence[Piece]:
     """Return the ranges of elements of a tensor of `shape`, in the order of the elements."""
     filled = [block for block in blocks if math.prod(block.sizes)]
     for block in filled:
@@ -46,13 +46,7 @@ def pieces_of_blocks(shape: tuple[int, ...], blocks: Iterable[Block], itemsize: 
 class _Grid(LazyPieces):
     """The contiguous ranges of elements of a tensor whose blocks form a grid."""
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        cuts: Sequence[Sequence[int]],
-        blocks: Mapping[tuple[int, ...], Block],
-        itemsize: int,
-    ):
+    def __init__(self, shape: Shape, cuts: Sequence[Sequence[int]], blocks: Mapping[Shape, Block], itemsize: int):
         self._cuts, self._blocks, self._itemsize = cuts, blocks, itemsize
         self._axis = max((axis for axis, parts in enumerate(cuts) if len(parts) > 1), default=0)
         """The last axis that is cut: the elements of a block are together along the axes after it."""
@@ -61,7 +55,7 @@ class _Grid(LazyPieces):
         self._parts = len(cuts[self._axis]) if cuts else 1
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], blocks: Sequence[Block], itemsize: int) -> _Grid | None:
+    def of(cls, shape: Shape, blocks: Sequence[Block], itemsize: int) -> _Grid | None:
         """Return the grid that `blocks` form, None if they form none."""
         cuts = [sorted({block.offsets[axis] for block in blocks}) for axis in range(len(shape))]
         by_offsets = {block.offsets: block for block in blocks}
@@ -101,7 +95,7 @@ def _index_of(number: int, shape: Sequence[int]) -> list[int]:
     return index[::-1]
 
 
-def _ranges(shape: tuple[int, ...], blocks: Sequence[Block], itemsize: int) -> tuple[Piece, ...]:
+def _ranges(shape: Shape, blocks: Sequence[Block], itemsize: int) -> tuple[Piece, ...]:
     """Return the ranges of blocks that form no grid."""
     pieces: list[Piece] = []
     for block in blocks:

@@ -32,6 +32,8 @@ _OTHER = frozenset("dataloader extra lr_scheduler lr_schedulers rng rng_state sc
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)(?=\.)")
 _OF_MEGATRON = re.compile(r"(exp_avg|exp_avg_sq|fp32_param|param|step)\.(.+)")
 
+KeyPath = tuple[str | int, ...]
+"""Keys of the nested dicts and lists that lead to a value."""
 Options = dict[str, Any]
 """The options of a parameter group; or of one parameter, as flattened keys have them."""
 WEIGHT, STATE, OPTION, OTHER = "weight", "state", "option", "other"
@@ -60,7 +62,7 @@ class Value:
     """The value of the key; where a tensor without dimensions is stored, its element as a Python number."""
 
 
-def meanings(paths: Sequence[tuple[str | int, ...]]) -> list[Meaning]:
+def meanings(paths: Sequence[KeyPath]) -> list[Meaning]:
     has_models = any(len(path) > 1 and path[0] in _MODEL for path in paths)
     found = [_meaning(path, has_models) for path in paths]
     names = [str(each.name) for each in found if each.kind == WEIGHT]
@@ -73,7 +75,7 @@ def without_wrappers(name: str | int, prefix: str = "") -> str | int:
     return _WRAPPERS.sub("", f".{name}").removeprefix(".").removeprefix(prefix) if isinstance(name, str) else name
 
 
-def _meaning(path: tuple[str | int, ...], has_models: bool) -> Meaning:
+def _meaning(path: KeyPath, has_models: bool) -> Meaning:
     rest = list(path)
     while len(rest) > 1 and rest[0] in _MODEL:
         rest.pop(0)

@@ -16,8 +16,8 @@ from typing import Any
 
 from ort_zero.checkpoint.dcp.assembly import CheckpointContents
 from ort_zero.checkpoint.dcp.blocks import Block
-from ort_zero.checkpoint.dcp.names import OPTION, OTHER, WEIGHT, Value, meanings
-from ort_zero.checkpoint.records import MAX_NAMED
+from ort_zero.checkpoint.dcp.names import OPTION, OTHER, WEIGHT, KeyPath, Value, meanings
+from ort_zero.checkpoint.records import MAX_NAMED, Shape
 from ort_zero.checkpoint.restricted_pickle.values import OpaqueObject, StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file, read_number
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -42,14 +42,14 @@ def files_by_kind(listed: Sequence[str]) -> dict[str, dict[int, str]]:
 @dataclass
 class _Shards:
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     is_sharded: bool
     file: TorchFile
     """The first file that has the tensor; a number without dimensions is read from it."""
     local: StoredTensor
-    blocks: dict[tuple[int, ...], tuple[Block, tuple[int, int] | None]] = field(default_factory=dict)
+    blocks: dict[Shape, tuple[Block, tuple[int, int] | None]] = field(default_factory=dict)
     """Block, and (length, CRC-32) of its record if the record is the block alone, by the block's offsets."""
-    strides: tuple[int, ...] | None = None
+    strides: Shape | None = None
 
 
 def read_rank_files(contents: CheckpointContents) -> None:
@@ -66,8 +66,8 @@ def read_rank_files(contents: CheckpointContents) -> None:
             missing = list(itertools.islice((rank for rank in range(size) if rank not in by_rank), MAX_NAMED))
             raise CorruptCheckpointError(f"{folder.path()}: the {kind}'s files of the ranks {missing} are missing")
         contents.world_size = size
-        shards: dict[tuple[str | int, ...], _Shards] = {}
-        others: dict[tuple[str | int, ...], Any] = {}
+        shards: dict[KeyPath, _Shards] = {}
+        others: dict[KeyPath, Any] = {}
         for rank in range(size):
             file = open_torch_file(folder, by_rank[rank])
             contents.records[by_rank[rank]] = set(file.file.records)
@@ -80,7 +80,7 @@ def read_rank_files(contents: CheckpointContents) -> None:
         _take(contents, kind, shards, others)
 
 
-def _leaves(value: Any, path: tuple[str | int, ...]) -> list[tuple[tuple[str | int, ...], Any]]:
+def _leaves(value: Any, path: KeyPath) -> list[tuple[KeyPath, Any]]:
     """Return (path, value) of everything in nested dicts; ``param_groups`` is a list of dicts."""
     if isinstance(value, Mapping):
         return [leaf for key, inner in value.items() for leaf in _leaves(inner, (*path, key))]
@@ -90,10 +90,7 @@ def _leaves(value: Any, path: tuple[str | int, ...]) -> list[tuple[tuple[str | i
 
 
 def _take(
-    contents: CheckpointContents,
-    kind: str,
-    shards: Mapping[tuple[str | int, ...], _Shards],
-    others: Mapping[tuple[str | int, ...], Any],
+    contents: CheckpointContents, kind: str, shards: Mapping[KeyPath, _Shards], others: Mapping[KeyPath, Any]
 ) -> None:
     owners: dict[Any, str] = {}
     parameters = []
@@ -130,11 +127,7 @@ def _sharded_kind(value: Any) -> str | None:
 
 
 def _add(
-    contents: CheckpointContents,
-    file: TorchFile,
-    path: tuple[str | int, ...],
-    value: Any,
-    shards: dict[tuple[str | int, ...], _Shards],
+    contents: CheckpointContents, file: TorchFile, path: KeyPath, value: Any, shards: dict[KeyPath, _Shards]
 ) -> None:
     """Add one rank's block of a tensor; a block that another rank has too must hold the same bytes."""
     key, name, kind = ".".join(map(str, path)), file.file.name, _sharded_kind(value)
@@ -176,12 +169,8 @@ def _add(
     contents.notes.append(f"{key} differs between the ranks; rank 0's is taken")
 
 
-def _of_sharded_tensor(value: OpaqueObject) -> tuple[StoredTensor, tuple[int, ...], tuple[int, ...]] | None:
-    """Return the local tensor, the whole shape and the block's offsets of a ShardedTensor; None without a block.
-
-    Raises:
-        ValueError: the rank has several blocks, or a block whose offsets do not fit the shape.
-    """
+def _of_sharded_tensor(value: OpaqueObject) -> tuple[StoredTensor, Shape, Shape] | None:
+    """Return the local tensor, the whole shape and the block's offsets of a ShardedTensor; None without a block."""
     shards, whole = value.args[3][0], value.args[3][1].state["size"]
     if not shards:
         return None
@@ -197,12 +186,8 @@ def _attributes(state: Any) -> Any:
     return state[1] if isinstance(state, tuple) else state
 
 
-def _of_dtensor(value: OpaqueObject) -> tuple[StoredTensor, tuple[int, ...], tuple[int, ...]]:
-    """Return the local tensor, the whole shape and the block's offsets of a DTensor's record.
-
-    Raises:
-        ValueError: the placements do not give the local shape, or a rank holds a partial sum.
-    """
+def _of_dtensor(value: OpaqueObject) -> tuple[StoredTensor, Shape, Shape]:
+    """Return the local tensor, the whole shape and the block's offsets of a DTensor's record."""
     state = _attributes(value.args[3])
     local, spec = state["_local_tensor"], state["_spec"].state
     mesh, whole = spec["mesh"].state, spec["tensor_meta"].args[0]

@@ -15,11 +15,11 @@ from typing import Any
 from ort_zero.checkpoint.dcp import names, rank_files, safetensors_shards
 from ort_zero.checkpoint.dcp.assembly import CheckpointContents, source_of
 from ort_zero.checkpoint.dcp.blocks import Block
-from ort_zero.checkpoint.dcp.names import Value, meanings
+from ort_zero.checkpoint.dcp.names import KeyPath, Value, meanings
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.allowed_names import is_plain_name
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.records import Source
+from ort_zero.checkpoint.records import Shape, Source
 from ort_zero.checkpoint.restricted_pickle.values import MalformedPickleError, OpaqueObject, StoredTensor, TorchConstant
 from ort_zero.checkpoint.torch_file import Contents, open_torch_file, read_number, read_pickle_of, read_records
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -27,7 +27,6 @@ from ort_zero.errors import CheckpointError, CorruptCheckpointError
 METADATA = ".metadata"
 _MAX_BYTES = 1 << 30
 """Maximum size of ``.metadata``: a million shards take about 200 MB."""
-Numbers = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +34,10 @@ class Entry:
     """A tensor or another value of the saved state dict."""
 
     key: str
-    path: tuple[str | int, ...]
-    """Keys of the nested dicts and lists that lead to the value."""
+    path: KeyPath
     dtype: str | None
     """Name of torch's dtype; None for a value that is no tensor."""
-    shape: Numbers
+    shape: Shape
     shards: tuple[Block, ...]
     """Each begins at its zip of ``torch.save``; a value that is no tensor has one."""
 
@@ -72,7 +70,7 @@ def _fields(record: Any, class_name: str) -> Mapping[str, Any]:
     return record.state
 
 
-def _places(folder: Folder, storage: Any) -> Iterator[tuple[tuple[str, Numbers | None], tuple[str, int, int]]]:
+def _places(folder: Folder, storage: Any) -> Iterator[tuple[tuple[str, Shape | None], tuple[str, int, int]]]:
     """Yield ((key, offsets), (file, offset, length)) of each shard and value."""
     for index, info in storage.items():
         at, place = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
@@ -91,7 +89,7 @@ def _places(folder: Folder, storage: Any) -> Iterator[tuple[tuple[str, Numbers |
         yield (at["fqn"], None if offsets is None else _numbers(offsets)), (file, offset, length)
 
 
-def _numbers(value: Any) -> Numbers:
+def _numbers(value: Any) -> Shape:
     if not isinstance(value, tuple) or any(type(n) is not int or n < 0 for n in value):
         raise ValueError(f"{value!r} is no shape"[:200])
     return value
@@ -239,7 +237,7 @@ def _refuse_overlaps(folder: Folder, entries: Sequence[Entry]) -> None:
             raise CorruptCheckpointError(f"{folder.path(file)}: the shard of {key} at byte {begin} overlaps another")
 
 
-def _block_of(entry: Entry, shard: Block, content: Any) -> tuple[Block, tuple[int, ...] | None]:
+def _block_of(entry: Entry, shard: Block, content: Any) -> tuple[Block, Shape | None]:
     """Return where a shard lies in its tensor and in its file, and the strides of a shard that is not row-major."""
     if not isinstance(content, StoredTensor):
         raise CorruptCheckpointError(f"{shard.file}: the shard of {entry.key} at byte {shard.offset} is no tensor")

@@ -64,9 +64,7 @@ def read_shards(contents: CheckpointContents) -> None:
                     raise ValueError(f"the dtype of {key} is {entry.dtype}, in another file {dtypes.get(key)}")
                 blocks.setdefault(key, []).append(Block(offsets, entry.shape, name, entry.offset))
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptCheckpointError(
-                f"{folder.path(name)} is damaged: its header has no places ({error})"
-            ) from None
+            raise CorruptCheckpointError(f"{folder.path(name)} is damaged: its header lacks places ({error})") from None
     contents.world_size = len(files)
     for (key, found), meaning in zip(blocks.items(), meanings([(key,) for key in blocks])):
         ends = zip(*([o + n for o, n in zip(block.offsets, block.sizes)] for block in found))

@@ -42,9 +42,7 @@ class Experts:
             ranks = [list(range(e * count, (e + 1) * count)) for e in range(expert_ranks)]
         else:
             ranks = [list(range(e, world_size, expert_ranks)) for e in range(expert_ranks)]
-        return [
-            (ranks[e], {name: self._whole_name(name, e, expert_ranks) for name in group}) for e in range(len(ranks))
-        ]
+        return [(own, {name: self._whole_name(name, e, expert_ranks) for name in group}) for e, own in enumerate(ranks)]
 
     def tensors(self, trained: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
         """Yield the experts' weights that are in no optimizer's file."""
@@ -65,9 +63,7 @@ class Experts:
     def _whole_name(self, name: str, expert_rank: int, expert_ranks: int) -> str:
         match = _EXPERT.fullmatch(name)
         if match is None:
-            raise CheckpointError(
-                f"{self.files.folder.path()}: {name} is in a group of experts, but is none; {WAY_OUT}"
-            )
+            raise CheckpointError(f"{self.files.folder.path()}: {name} is in a group of experts, but none; {WAY_OUT}")
         total = self.counts.get(match["layer"], 0)
         local = total // expert_ranks
         number = expert_rank * local + int(match["number"])

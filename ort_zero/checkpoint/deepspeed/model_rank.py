@@ -9,15 +9,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ort_zero.checkpoint.deepspeed import partitioning
 from ort_zero.checkpoint.deepspeed.compare_values import same_values
 from ort_zero.checkpoint.deepspeed.experts import Experts, is_expert
-from ort_zero.checkpoint.deepspeed.partitioning import (
-    flat_tensors,
-    frozen_parameters,
-    layout_of,
-    masters_of,
-    read_optimizer,
-)
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, whole_tensor
 from ort_zero.checkpoint.files.dtypes import is_floating, itemsize
 from ort_zero.checkpoint.files.storage import LocalFolder
@@ -29,6 +23,7 @@ from ort_zero.checkpoint.records import (
     WEIGHT,
     Optimizer,
     ParamGroup,
+    Shape,
     Tensor,
     buffer_kind,
 )
@@ -61,7 +56,7 @@ class ModuleState:
 
     def weights(self) -> Iterator[Tensor]:
         if self._files.stage == 3:
-            yield from frozen_parameters(self._files)
+            yield from partitioning.frozen_parameters(self._files)
             yield from self._whole_weights_of_zero3()
             return
         skip = {*self._trained, *self.aliases, *self._buffers}
@@ -205,7 +200,7 @@ class ModelRank:
 def read_model_rank(
     files: StateFiles,
     experts: Experts | None = None,
-    trained: Mapping[str, tuple[int, ...]] | None = None,
+    trained: Mapping[str, Shape] | None = None,
     is_whole: bool = False,
 ) -> ModelRank:
     """Return the tensors and the optimizer in the files of one model rank.
@@ -217,13 +212,15 @@ def read_model_rank(
     """
     tensors: list[Tensor] = []
     optimizer: Optimizer | None = None
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, Shape] = {}
     if files.optimizers:
-        layout = layout_of(files, experts)
+        layout = partitioning.layout_of(files, experts)
         shapes = layout.shapes
         module = ModuleState(files, list(shapes))
-        tensors += flat_tensors(files, layout, MASTER, [masters_of(files, file) for file in files.optimizers])
-        optimizer, moments = read_optimizer(files, layout)
+        tensors += partitioning.flat_tensors(
+            files, layout, MASTER, [partitioning.masters_of(files, file) for file in files.optimizers]
+        )
+        optimizer, moments = partitioning.read_optimizer(files, layout)
         if files.stage < 3 and is_whole:
             tensors += module.weights_unlike_masters(tensors, optimizer)
         tensors += moments

@@ -16,7 +16,7 @@ from typing import Any
 from ort_zero.checkpoint.deepspeed.experts import Experts, is_expert
 from ort_zero.checkpoint.deepspeed.file_names import WAY_OUT
 from ort_zero.checkpoint.deepspeed.state_files import ShapesOfGroups, StateFiles, covered, zero_state
-from ort_zero.checkpoint.records import WEIGHT, Optimizer, ParamGroup, Piece, Tensor, check_state_name
+from ort_zero.checkpoint.records import WEIGHT, Optimizer, ParamGroup, Piece, Shape, Tensor, check_state_name
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile, read_number
 from ort_zero.compat.deepspeed_partitions import FlatGroup, zero3_group, zero3_part, zero12_group
@@ -30,15 +30,13 @@ Flats = Mapping[int, StoredTensor]
 class FlatLayout:
     """The places of the trained parameters in the flat tensors of all ranks."""
 
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
     number_of: dict[str, int] = field(default_factory=dict)
     """Number of the flat tensor (group, or sub-group for ZeRO-3) of each parameter."""
     groups: dict[tuple[int, int], FlatGroup] = field(default_factory=dict)
     """Places in each flat tensor by rank and by number in the rank's file."""
 
-    def add(
-        self, shapes: Mapping[str, tuple[int, ...]], number: int, groups: Mapping[tuple[int, int], FlatGroup]
-    ) -> None:
+    def add(self, shapes: Mapping[str, Shape], number: int, groups: Mapping[tuple[int, int], FlatGroup]) -> None:
         """Add parameters that lie in the flat tensors `groups`, which have that number."""
         self.shapes |= shapes
         self.number_of |= dict.fromkeys(shapes, number)
@@ -65,9 +63,7 @@ def layout_of(files: StateFiles, experts: Experts | None = None) -> FlatLayout:
         # the padding at the end of a vector is not always saved
         needed = group.size if files.stage == 3 else max((p.offset + p.length for p in group.places), default=0)
         if stored is None or not needed <= elements <= group.size:
-            raise files.foreign(
-                file, f"its part of group {number} has {elements} elements, the shapes need {group.size}"
-            )
+            raise files.foreign(file, f"its part of group {number} has {elements} elements, shapes need {group.size}")
     return layout
 
 
@@ -166,7 +162,7 @@ def _names_of_groups(file: TorchFile) -> list[tuple[str, int]]:
 
 
 def _sharers(
-    files: StateFiles, number: int, group: Mapping[str, tuple[int, ...]], experts: Experts | None
+    files: StateFiles, number: int, group: Mapping[str, Shape], experts: Experts | None
 ) -> list[tuple[list[int], dict[str, str]]]:
     """Return (ranks that share the vector, parameters' names by names in the files) for each vector of a group."""
     counts = zero_state(files.optimizers[0]).get("partition_count")
@@ -203,6 +199,8 @@ def frozen_parameters(files: StateFiles) -> Iterator[Tensor]:
         tensor = Tensor(name=name, kind=WEIGHT, dtype=code, shape=tuple(shape), pieces=tuple(pieces))
         yield covered(tensor, files.folder.path())
 
+
+# ---- the optimizer's state ------------------------------------------------------------------------------------------
 
 State = dict[str, Any]
 

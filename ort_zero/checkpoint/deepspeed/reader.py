@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ort_zero.checkpoint.deepspeed import universal
+from ort_zero.checkpoint.deepspeed import file_names, universal
 from ort_zero.checkpoint.deepspeed.experts import open_experts
-from ort_zero.checkpoint.deepspeed.file_names import (
-    EXPERT_FILE,
-    EXPERT_OPTIMIZER_FILE,
-    LAYER_FILE,
-    OPTIMIZER_FILE,
-    UNIVERSAL_FOLDER,
-    WAY_OUT,
-    is_universal,
-    layer_files,
-    names_by_model_rank,
-    refuse_unsupported,
-    zero3_module_names,
-)
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, read_model_rank
 from ort_zero.checkpoint.deepspeed.pipeline import add_shapes, join_stages
 from ort_zero.checkpoint.deepspeed.splits import Rule, parse_rules
@@ -34,17 +21,20 @@ def open_deepspeed(folder: Folder, tp_split: Sequence[str] = ()) -> Source:
     """Return the checkpoint in `folder`, having checked that none of its files is missing."""
     rules = parse_rules(tp_split) if tp_split else ()
     names = folder.names()
-    refuse_unsupported(folder, names)
-    layers = layer_files(names)
-    universal_files = is_universal(folder, names)
-    sharded = next((name for name in names if OPTIMIZER_FILE.fullmatch(name) or LAYER_FILE.fullmatch(name)), None)
+    file_names.refuse_unsupported(folder, names)
+    layers = file_names.layer_files(names)
+    universal_files = file_names.is_universal(folder, names)
+    sharded = next(
+        (name for name in names if file_names.OPTIMIZER_FILE.fullmatch(name) or file_names.LAYER_FILE.fullmatch(name)),
+        None,
+    )
     if universal_files and sharded:
         raise CorruptCheckpointError(
-            f"{folder.path(UNIVERSAL_FOLDER)} is of a universal checkpoint, {sharded} beside it is not: files of two "
-            "checkpoints are mixed"
+            f"{folder.path(file_names.UNIVERSAL_FOLDER)} is of a universal checkpoint, {sharded} beside it is not: "
+            "files of two checkpoints are mixed"
         )
-    zero3_modules = zero3_module_names(names) if universal_files else []
-    by_rank = names_by_model_rank(name for name in names if name not in zero3_modules) or {0: []}
+    zero3_modules = file_names.zero3_module_names(names) if universal_files else []
+    by_rank = file_names.names_by_model_rank(name for name in names if name not in zero3_modules) or {0: []}
     pipeline = None if universal_files else bool(layers)
     files = {
         rank: open_state_files(folder, names_of_rank, model_rank=rank, pipeline=pipeline)
@@ -128,16 +118,16 @@ def _joined(
     tp_split: Sequence[Rule],
 ) -> ModelRank:
     experts = None
-    if any(EXPERT_FILE.fullmatch(name) or EXPERT_OPTIMIZER_FILE.fullmatch(name) for name in names):
+    if any(
+        file_names.EXPERT_FILE.fullmatch(name) or file_names.EXPERT_OPTIMIZER_FILE.fullmatch(name) for name in names
+    ):
         if len(files) > 1:
             raise CheckpointError(
                 f"{folder.path()} has experts together with tensor or pipeline parallelism, "
-                f"which ort_zero does not read; {WAY_OUT}"
+                f"which ort_zero does not read; {file_names.WAY_OUT}"
             )
         experts = open_experts(folder, names, files[0])
-    opened = {
-        rank: {number: open_part(folder, name) for number, name in of_rank.items()} for rank, of_rank in layers.items()
-    }
+    opened = {rank: {n: open_part(folder, name) for n, name in of_rank.items()} for rank, of_rank in layers.items()}
     for number, states in files.items():
         if opened:
             add_shapes(states, opened[number % degree])

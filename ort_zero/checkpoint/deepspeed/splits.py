@@ -19,7 +19,7 @@ from typing import Any
 
 from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.checkpoint.pieces import LazyPieces
-from ort_zero.checkpoint.records import Piece, Tensor
+from ort_zero.checkpoint.records import Piece, Shape, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import OpaqueObject
 from ort_zero.errors import CheckpointError
 
@@ -34,14 +34,14 @@ class Block:
     """A box of elements of the whole tensor that one rank holds."""
 
     rank: int
-    shape: tuple[int, ...]
+    shape: Shape
     whole_offset: int
     """Index of the block's first element in the flattened whole tensor."""
-    whole_strides: tuple[int, ...]
+    whole_strides: Shape
     """Distance of neighbours along each axis in the whole tensor, in elements."""
     part_offset: int
     """Index of the block's first element in the rank's flattened part."""
-    part_strides: tuple[int, ...]
+    part_strides: Shape
 
     @property
     def elements(self) -> int:
@@ -67,21 +67,16 @@ class Block:
 class Split:
     """The split of a tensor over the ranks."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     blocks: tuple[Block, ...]
     replicated: tuple[tuple[Block, Block], ...] = ()
     """Pairs of blocks of two ranks with the same elements; the second block of a pair is not in `blocks`."""
 
 
-def split_along(shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Sequence[int]] | None = None) -> Split:
-    """Return the split of a tensor whose parts are concatenated along one dimension.
+def split_along(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]] | None = None) -> Split:
+    """Return the split of a tensor whose parts are concatenated along one dimension; ValueError if they do not fit.
 
-    Args:
-        widths: for a tensor of several fused tensors: the width of each on each rank along `dim`, in elements. By
-            default nothing is fused.
-
-    Raises:
-        ValueError: the parts do not fit together.
+    `widths` are of several fused tensors: the width of each on each rank along `dim`, in elements.
     """
     if not all(len(shape) == len(shapes[0]) and dim < len(shape) for shape in shapes):
         raise ValueError(f"parts of the shapes {[list(s) for s in shapes]} have no dimension {dim} in common")
@@ -114,12 +109,8 @@ def split_along(shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Se
     return Split(whole, tuple(block for block in blocks if block.elements))
 
 
-def replicated(shapes: Sequence[tuple[int, ...]]) -> Split:
-    """Return the split of a tensor that is whole on every rank.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
+def replicated(shapes: Sequence[Shape]) -> Split:
+    """Return the split of a tensor that is whole on every rank; raise ValueError if the shapes differ."""
     if len(set(shapes)) != 1:
         raise ValueError(f"the ranks have the shapes {[list(s) for s in shapes]}")
     strides = row_major(shapes[0])
@@ -131,12 +122,7 @@ def replicated(shapes: Sequence[tuple[int, ...]]) -> Split:
 
 
 def joined(parts: Sequence[Tensor], split: Split) -> Tensor:
-    """Return the whole tensor, joined from the ranks' parts.
-
-    Raises:
-        CheckpointError: a part is stored in another order than row by row.
-        ValueError: the split does not fit the parts.
-    """
+    """Return the whole tensor, joined from the ranks' parts; raise ValueError if the split does not fit them."""
     for part in parts:
         if part.strides is not None:
             raise CheckpointError(
@@ -210,7 +196,7 @@ def first_rows(tensor: Tensor, rows: int) -> Tensor:
     return replace(tensor, shape=shape, pieces=pieces)
 
 
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+def row_major(shape: Sequence[int]) -> Shape:
     """Return the strides of a row-major tensor without gaps, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
@@ -232,7 +218,7 @@ def _cut(part: Tensor, starts: list[int], size: int, begin: int, length: int, fi
         first, begin, index = first + stop - begin, stop, index + 1
 
 
-Shapes = Sequence[tuple[int, ...]]
+Shapes = Sequence[Shape]
 SYNTAX = 'PATTERN=DIM, PATTERN=DIM/FUSED or PATTERN=replicated, for example "*.o_proj.weight=1", "*.qkv.weight=0/3"'
 _RULE = re.compile(r"(?P<dim>\d)(?:/(?P<fused>[1-9]\d{0,3}))?|(?P<replicated>replicated)")
 _MAX_FILE_BYTES = 1 << 20
@@ -251,11 +237,7 @@ class Rule:
     """Number of equal tensors that are fused into one along `dim`; each of them is split over the ranks."""
 
     def split(self, shapes: Shapes) -> Split:
-        """Return the split of a tensor with parts of these shapes.
-
-        Raises:
-            ValueError: the rule does not fit the shapes.
-        """
+        """Return the split of a tensor with parts of these shapes; raise ValueError if the rule does not fit."""
         if self.dim is None:
             return replicated(shapes)
         widths = None
@@ -317,11 +299,7 @@ class SplitNotes:
         return bool(self._info)
 
     def split(self, name: str, shapes: Shapes) -> Split | None:
-        """Return the split of a tensor, None if the notes do not name it.
-
-        Raises:
-            ValueError: the notes do not fit the parts, or cannot be followed.
-        """
+        """Return the split of a tensor, None if the notes do not name it; raise ValueError if they do not fit."""
         reasons = self._table("autotp_unsupported_parameter_patterns", self._info)
         reason = _first(reasons, name)
         if reason is not None:

@@ -8,19 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ort_zero.checkpoint.deepspeed.file_names import (
-    MODULE_FILE,
-    OPTIMIZER_FILE,
-    RANK_MODULE_FILE,
-    WAY_OUT,
-    names_by_rank,
-    require_all_ranks,
-    saved_under_other_name,
-)
+from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.pieces import check_cover
-from ort_zero.checkpoint.records import MAX_NAMED, Piece, Tensor
+from ort_zero.checkpoint.records import MAX_NAMED, Piece, Shape, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import Contents, TorchFile, open_torch_file
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -28,7 +20,7 @@ from ort_zero.utils.text import shortened
 
 _NEVER_READ = ("deepspeed.", "torch.")
 """Packages whose objects in DeepSpeed's files no reader needs, such as loss scalers."""
-ShapesOfGroups = list[dict[str, tuple[int, ...]]]
+ShapesOfGroups = list[dict[str, Shape]]
 """Shapes of the trained parameters by name, for each parameter group (sub-group for ZeRO-3)."""
 
 
@@ -43,7 +35,7 @@ class StateFiles:
     """Files of optimizer states, one per rank; an empty list if the optimizer was not saved."""
     stage: int
     world_size: int
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -123,9 +115,9 @@ def open_state_files(
         model_rank: the number after ``mp_rank_`` in the names.
         pipeline: True if files of layers have the module, False if the module file has it, None if either may be.
     """
-    optimizer_names = names_by_rank(folder, names, OPTIMIZER_FILE)
-    rank_names = names_by_rank(folder, names, RANK_MODULE_FILE)
-    module_names = [name for name in names if MODULE_FILE.fullmatch(name)]
+    optimizer_names = file_names.names_by_rank(folder, names, file_names.OPTIMIZER_FILE)
+    rank_names = file_names.names_by_rank(folder, names, file_names.RANK_MODULE_FILE)
+    module_names = [name for name in names if file_names.MODULE_FILE.fullmatch(name)]
     if not rank_names and not module_names:
         raise CorruptCheckpointError(f"{folder.path(f'mp_rank_{model_rank:02d}_model_states.pt')} is missing")
     shared: Contents = {}
@@ -135,7 +127,7 @@ def open_state_files(
     }
     world_size = _world_size(folder, opened, max(len(optimizer_names), len(rank_names), 1))
     for by_rank in (optimizer_names, rank_names):
-        require_all_ranks(folder, by_rank, world_size)
+        file_names.require_all_ranks(folder, by_rank, world_size)
     files = StateFiles(
         folder=folder,
         modules=[opened[name] for name in (module_names or (rank_names[r] for r in range(world_size)))],
@@ -165,7 +157,7 @@ def open_part(folder: Folder, name: str, shared: Contents | None = None) -> Torc
     file = open_torch_file(folder, name, shared)
     if not isinstance(file.content, dict):
         raise CorruptCheckpointError(f"{folder.path(name)} is not a file of DeepSpeed's: it holds no state_dict")
-    if saved_under_other_name(file.saved_as, name):
+    if file_names.saved_under_other_name(file.saved_as, name):
         match = re.search(r"rank_(\d+)", file.saved_as)
         whose = f"rank {match.group(1)}'s" if match else "another"
         raise CorruptCheckpointError(
@@ -194,7 +186,7 @@ def open_states(folder: Folder, name: str, pipeline: bool | None = None, shared:
         raise CorruptCheckpointError(f"{folder.path(name)} is no file of {kind} states: no {key!r} in it")
     if file.content.get("ds_autoep_layers") or file.content.get("autoep_layers"):
         raise CheckpointError(
-            f"{folder.path(name)} has experts spread by AutoEP, which ort_zero does not read; {WAY_OUT}"
+            f"{folder.path(name)} has experts spread by AutoEP, which ort_zero does not read; {file_names.WAY_OUT}"
         )
     return file
 
@@ -222,7 +214,7 @@ def _world_size(folder: Folder, opened: Mapping[str, TorchFile], default: int) -
 
 
 def _stage(files: StateFiles) -> int:
-    is_zero3 = RANK_MODULE_FILE.fullmatch(files.modules[0].file.name) is not None
+    is_zero3 = file_names.RANK_MODULE_FILE.fullmatch(files.modules[0].file.name) is not None
     stated = zero_state(files.optimizers[0]).get("zero_stage") if files.optimizers else None
     stage = int(stated) if stated is not None else configured_stage(files.modules[0], 3)
     if stated is None and stage == 3 and not is_zero3:  # a universal checkpoint has files in the other form
@@ -237,7 +229,7 @@ def _stage(files: StateFiles) -> int:
 
 def configured_stage(file: TorchFile, default: int) -> int:
     """Return the ZeRO stage in the configuration that a file of module states holds."""
-    if RANK_MODULE_FILE.fullmatch(file.file.name):
+    if file_names.RANK_MODULE_FILE.fullmatch(file.file.name):
         return 3
     config = file.content.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None

@@ -7,14 +7,7 @@ from typing import Any
 
 import torch
 
-from ort_zero.checkpoint.deepspeed.file_names import (
-    MODULE_FILE,
-    OPTIMIZER_FILE,
-    RANK_MODULE_FILE,
-    UNIVERSAL_OPTIMIZER_FILE,
-    names_by_model_rank,
-    names_by_rank,
-)
+from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.reads.training_state import TrainingState, read_training_state, without_training_state
 from ort_zero.checkpoint.records import EXTRA_STATE, Source, is_extra_state
@@ -48,7 +41,7 @@ def saved_training_state(folder: Folder, source: Source, rank: int) -> TrainingS
 
 def _deepspeed_training_state(folder: Folder, source: Source, rank: int) -> TrainingState:
     """Return the training state that `rank` saved; a rank that the saving run did not have gets rank 0's state."""
-    file = _file_of(folder, source, rank, RANK_MODULE_FILE, MODULE_FILE)
+    file = _file_of(folder, source, rank, file_names.RANK_MODULE_FILE, file_names.MODULE_FILE)
     assert file is not None, "the source was opened, so there is a module file"
     read = TorchValues(folder, file)
     content = file.content
@@ -81,21 +74,21 @@ def _configured_scheduler(config: Any) -> str | None:
 
 def _file_of(folder: Folder, source: Source, rank: int, *patterns: Any) -> TorchFile | None:
     """Return the file of `rank` that matches the first pattern with any match; rank 0's file if `rank` has none."""
-    names = next(iter(names_by_model_rank(source.files).values()))
+    names = next(iter(file_names.names_by_model_rank(source.files).values()))
     for pattern in patterns:
-        by_rank = names_by_rank(folder, names, pattern)
+        by_rank = file_names.names_by_rank(folder, names, pattern)
         if by_rank:
             return open_torch_file(folder, by_rank.get(rank) or by_rank[min(by_rank)])
     return None
 
 
 def _optimizer_content(folder: Folder, source: Source, rank: int) -> dict[str, Any]:
-    file = _file_of(folder, source, rank, OPTIMIZER_FILE)
+    file = _file_of(folder, source, rank, file_names.OPTIMIZER_FILE)
     if file is not None:
         return file.content["optimizer_state_dict"]
-    if UNIVERSAL_OPTIMIZER_FILE not in source.files:
+    if file_names.UNIVERSAL_OPTIMIZER_FILE not in source.files:
         return {}
-    content = open_torch_file(folder, UNIVERSAL_OPTIMIZER_FILE).content
+    content = open_torch_file(folder, file_names.UNIVERSAL_OPTIMIZER_FILE).content
     return content if isinstance(content, dict) else {}
 
 

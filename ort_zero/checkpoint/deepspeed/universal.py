@@ -20,7 +20,7 @@ from ort_zero.checkpoint.deepspeed.state_files import StateFiles, open_states, w
 from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
 from ort_zero.checkpoint.files.allowed_names import is_plain_name
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.records import MASTER, MAX_NAMED, Optimizer, ParamGroup, Tensor, check_state_name
+from ort_zero.checkpoint.records import MASTER, MAX_NAMED, Optimizer, ParamGroup, Shape, Tensor, check_state_name
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -54,9 +54,7 @@ def read_universal(
             f"experts of several ranks over each other ({shortened(experts, MAX_NAMED)}); "
             "use the checkpoint it was made from"
         )
-    parameters = {
-        name: _read_parameter(first, name, shape if tensor_degree == 1 else None) for name, shape in shapes.items()
-    }
+    parameters = {n: _read_parameter(first, n, shape if tensor_degree == 1 else None) for n, shape in shapes.items()}
     others = _not_trained(files, shapes, tensor_degree, tp_split, config)
     optimizer, optimizer_file = _optimizer(first, files.values(), parameters)
     tensors = [tensor for parameter in parameters.values() for tensor in parameter.tensors]
@@ -73,9 +71,9 @@ def read_universal(
     return others
 
 
-def _trained_shapes(files: Iterable[StateFiles]) -> dict[str, tuple[int, ...]]:
+def _trained_shapes(files: Iterable[StateFiles]) -> dict[str, Shape]:
     """Return the trained parameters' shapes in the files of module states, from the first tensor-parallel rank."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, Shape] = {}
     for states in files:
         noted = states.param_shapes()
         if noted is None:
@@ -91,7 +89,7 @@ def _trained_shapes(files: Iterable[StateFiles]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _read_parameter(states: StateFiles, name: str, shape: tuple[int, ...] | None) -> _Parameter:
+def _read_parameter(states: StateFiles, name: str, shape: Shape | None) -> _Parameter:
     """Return the tensors of one parameter; its shape is None if tensor-parallel ranks had parts of it."""
     place = f"{UNIVERSAL_FOLDER}/{name}"
     file_names = states.folder.child(place).names()
@@ -124,7 +122,7 @@ def _read_parameter(states: StateFiles, name: str, shape: tuple[int, ...] | None
 
 
 def _tensor(
-    states: StateFiles, file: TorchFile, name: str, kind: str, stored: StoredTensor, shape: tuple[int, ...] | None
+    states: StateFiles, file: TorchFile, name: str, kind: str, stored: StoredTensor, shape: Shape | None
 ) -> Tensor:
     """Return one tensor of a parameter; ZeRO-3's files are flat, and files lack the padding of a vocabulary."""
     tensor = whole_tensor(states, file, name, kind, stored)
@@ -143,11 +141,7 @@ def _tensor(
 
 
 def _not_trained(
-    files: Mapping[int, StateFiles],
-    shapes: Mapping[str, tuple[int, ...]],
-    degree: int,
-    tp_split: Sequence[Rule],
-    config: object,
+    files: Mapping[int, StateFiles], shapes: Mapping[str, Shape], degree: int, tp_split: Sequence[Rule], config: object
 ) -> ModelRank:
     ranks = [read_model_rank(states, trained=shapes) for states in files.values()]
     stages = [ranks[at : at + degree] for at in range(0, len(ranks), degree)]

@@ -43,13 +43,9 @@ def as_integers(data: Any, size: int) -> np.ndarray:
 
 
 def cast(data: Any, source: str, code: str, out: Any) -> None:
-    """Cast the elements in `data` into `out`; values too large for `code` become inf, NaN stays NaN.
+    """Cast elements between F16, BF16, F32 and F64; values too large for `code` become inf, NaN stays NaN.
 
-    Args:
-        data: a buffer with the elements, or a 1-D array of unsigned integers of the element size.
-        source: dtype of `data`: F16, BF16, F32 or F64.
-        code: dtype of `out`, another of these four.
-        out: a writable buffer for the same number of elements.
+    `data` is a buffer or an array of unsigned integers of the element size, `out` a writable buffer.
     """
     size = 2 if source == "BF16" else _NATIVE[source].itemsize
     values = as_integers(data, size)

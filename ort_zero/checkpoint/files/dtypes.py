@@ -10,34 +10,16 @@ if TYPE_CHECKING:
     import torch
 
 _TABLE = {
-    # code: (bytes, name of the torch dtype)
-    "BOOL": (1, "bool"),
-    "U8": (1, "uint8"),
-    "I8": (1, "int8"),
-    "F8_E4M3": (1, "float8_e4m3fn"),
-    "F8_E5M2": (1, "float8_e5m2"),
-    "I16": (2, "int16"),
-    "U16": (2, "uint16"),
-    "F16": (2, "float16"),
-    "BF16": (2, "bfloat16"),
-    "I32": (4, "int32"),
-    "U32": (4, "uint32"),
-    "F32": (4, "float32"),
-    "C64": (8, "complex64"),
-    "F64": (8, "float64"),
-    "I64": (8, "int64"),
-    "U64": (8, "uint64"),
-}
+    "BOOL": (1, "bool"), "U8": (1, "uint8"), "I8": (1, "int8"), "U16": (2, "uint16"), "I16": (2, "int16"),
+    "U32": (4, "uint32"), "I32": (4, "int32"), "U64": (8, "uint64"), "I64": (8, "int64"), "F16": (2, "float16"),
+    "BF16": (2, "bfloat16"), "F32": (4, "float32"), "F64": (8, "float64"), "C64": (8, "complex64"),
+    "F8_E4M3": (1, "float8_e4m3fn"), "F8_E5M2": (1, "float8_e5m2"),
+}  # fmt: skip
+"""Bytes per element, and the name of torch's dtype, by code."""
 _WITHOUT_CODE = {
-    "complex32": 4,
-    "complex128": 16,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "qint8": 1,
-    "quint8": 1,
-    "qint32": 4,
-}
+    "complex32": 4, "complex128": 16, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "qint8": 1,
+    "quint8": 1, "qint32": 4,
+}  # fmt: skip
 """Bytes per element of torch's dtypes without a safetensors code."""
 _ITEMSIZES = {**{name: size for size, name in _TABLE.values()}, **_WITHOUT_CODE}
 _CODES = {name: code for code, (_, name) in _TABLE.items()}

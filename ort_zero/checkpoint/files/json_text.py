@@ -20,11 +20,7 @@ _SMALL_FILE = 1 << 20
 
 
 def loads(text: str | bytes | bytearray) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: the text is not JSON or not UTF-8, has a name twice in one object, or is nested too deeply.
-    """
+    """Return the value of a JSON text; raise ValueError for a name twice in one object, or too deep nesting."""
     try:
         return json.loads(text, object_pairs_hook=_table)
     except RecursionError:

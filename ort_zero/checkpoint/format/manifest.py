@@ -61,9 +61,7 @@ def dump(source: Source, versions: Mapping[str, str]) -> bytes:
     }
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items()]
     for key, entries in rows.items():
-        lines.append(
-            f'"{key}": [\n' + ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries) + "\n]"
-        )
+        lines.append(f'"{key}": [\n' + ",\n".join(json.dumps(row, separators=(",", ":")) for row in entries) + "\n]")
     text = "{\n" + ",\n".join(lines)
     return f'{text},\n"xxh3_128": "{xxhash.xxh3_128(text.encode()).hexdigest()}"\n}}\n'.encode()
 

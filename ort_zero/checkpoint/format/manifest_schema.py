@@ -47,23 +47,17 @@ _Size = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Name = Annotated[str, _must(str.isprintable, "holds characters that are not printable")]
 _Dtype = Annotated[str, _must(dtypes.is_dtype_code, "unknown dtype")]
 _FileName = Annotated[str, _must(is_plain_name, "must be the name of a file in the checkpoint's own folder")]
-_ConfigName = Annotated[
-    str, _must(is_config_name, "is not the name of a configuration file that a checkpoint may bring")
-]
+_ConfigName = Annotated[str, _must(is_config_name, "is no name of a configuration file that a checkpoint may bring")]
 _Content = Annotated[str, _must(_is_utf8, "is no text that UTF-8 can hold")]
 
 
 class ManifestFile(_Strict):
-    """A file of the checkpoint."""
-
     name: _FileName
     size: _Size
     xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
 class ManifestTensor(_Strict):
-    """A tensor, and the pieces that hold its bytes."""
-
     name: _Name
     kind: _Name
     dtype: _Dtype
@@ -74,15 +68,11 @@ class ManifestTensor(_Strict):
 
 
 class ManifestGroup(_Strict):
-    """A parameter group of the optimizer."""
-
     names: list[_Name]
     options: dict[str, Any]
 
 
 class ManifestOptimizer(_Strict):
-    """The optimizer without the tensors of its state."""
-
     class_name: _Name | None
     groups: list[ManifestGroup]
     scalars: dict[str, dict[str, Annotated[float, Field(allow_inf_nan=False)]]]

@@ -16,7 +16,7 @@ from ort_zero.checkpoint.files.storage import Folder, open_folder
 from ort_zero.checkpoint.finding import find_source, format_in
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest
-from ort_zero.checkpoint.records import Source, Tensor
+from ort_zero.checkpoint.records import Shape, Source, Tensor
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.masking import masked
 from ort_zero.utils.progress import bar
@@ -33,8 +33,8 @@ class TensorDifference:
 
     name: str
     """Name of the parameter or buffer; of optimizer state ``exp_avg/<parameter>``."""
-    shape_a: tuple[int, ...]
-    shape_b: tuple[int, ...]
+    shape_a: Shape
+    shape_b: Shape
     dtype_a: str
     dtype_b: str
     elements: int

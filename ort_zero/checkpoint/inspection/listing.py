@@ -94,9 +94,8 @@ def _listed(candidate: Candidate, now: float, tp_split: Sequence[str]) -> Listed
 
 
 def _is_latest(folder: Folder) -> bool:
-    above, _, name = (
-        os.path.abspath(folder.url).rpartition("/") if "://" not in folder.url else folder.url.rpartition("/")
-    )
+    url = folder.url if "://" in folder.url else os.path.abspath(folder.url)
+    above, _, name = url.rpartition("/")
     try:
         return bool(above) and manifest.resolve_tag(open_folder(above), None) == name
     except CheckpointError:

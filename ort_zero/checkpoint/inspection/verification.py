@@ -120,9 +120,7 @@ def verify(
         with suppress(CheckpointError):  # a damaged seal is a problem already: the checkpoint was not opened
             sealed = seal.read_seal(folder) or {}
     if format_name == "dcp" and not sealed:
-        notes.append(
-            "torch's files do not name their save: another save's shards of the same sizes would not be noticed"
-        )
+        notes.append("torch's files do not name their save: another save's shards of the same sizes are not noticed")
         notes += [f"{folder.path(name)} has no checksum" for name in dcp.metadata_files(folder)]
     check = functools.partial(_problems, folder, format_name, source, sealed)
     sizes, more = _check_files(folder, [*names, *sealed], check, workers, progress)
@@ -168,9 +166,7 @@ def _names(
         if name.endswith(PARTIAL):
             notes.append(f"{folder.path(name)} is left over from an interrupted save and may be removed")
         elif (match := _OF_A_SAVE.fullmatch(name)) and match[1] not in own:
-            notes.append(
-                f"{folder.path(name)} is left over from a save of this tag that was interrupted and may be removed"
-            )
+            notes.append(f"{folder.path(name)} is left over from an interrupted save of this tag and may be removed")
         elif _OURS.fullmatch(name):
             text = f"{folder.path(name)} is one too many: the manifest does not list it; remove it"
             problems.append((name, text))
@@ -234,6 +230,9 @@ def _check_files(
 
         found = list(pool.map(problems_of, sorted(sizes, key=lambda name: -sizes[name])))
     return list(sizes.values()), [problem for problems in found for problem in problems]
+
+
+# ---- a file of ort_zero's format ------------------------------------------------------------------------------------
 
 
 def problem_of_shard(folder: Folder, file: File, source: Source, advance: Callable[[int], Any]) -> str | None:

@@ -151,9 +151,8 @@ def refuse_other_scheduler(state: EngineState, saved: TrainingState, root: str) 
             f"{root} holds the state of the scheduler {stored_class}, the engine has a {name}; use the same, or "
             "load_lr_scheduler_states=False to start it anew"
         )
-    log.get_logger().warning(
-        "%s was saved with the scheduler %s, whose state %s continues with", root, stored_class, name
-    )
+    text = "%s was saved with the scheduler %s, whose state %s continues with"
+    log.get_logger().warning(text, root, stored_class, name)
 
 
 # -- numbers and hyper-parameters -------------------------------------------------------------------------------------

@@ -19,13 +19,7 @@ from ort_zero.checkpoint.deepspeed.training_state import saved_training_state
 from ort_zero.checkpoint.files.storage import Folder, open_folder
 from ort_zero.checkpoint.finding import format_in, no_checkpoint, open_in
 from ort_zero.checkpoint.format import manifest
-from ort_zero.checkpoint.loads.load_checks import (
-    optimizer_settings,
-    refuse_misfit,
-    refuse_other_optimizer,
-    refuse_other_scheduler,
-    restore_numbers,
-)
+from ort_zero.checkpoint.loads import load_checks
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader, ReadRequest, check_records_of
 from ort_zero.checkpoint.reads.training_state import Restoration, TrainingState, check_counters
 from ort_zero.checkpoint.records import MASTER, MODULE, Source, Tensor, buffer_kind
@@ -93,13 +87,13 @@ def load(
         )
     saved = _read_training_state(folder, source, ranks)
     with ranks.raise_on_all(_ACTION):
-        refuse_misfit(state, source, strict, full)
+        load_checks.refuse_misfit(state, source, strict, full)
         check_counters(saved.counters, state, folder.path())
         if full:
-            refuse_other_optimizer(state, source, saved)
+            load_checks.refuse_other_optimizer(state, source, saved)
         if load_lr_scheduler_states and not load_module_only:
-            refuse_other_scheduler(state, saved, source.root)
-        settings = optimizer_settings(state, source, full)
+            load_checks.refuse_other_scheduler(state, saved, source.root)
+        settings = load_checks.optimizer_settings(state, source, full)
         staged = StagedState(state, source if full else source.with_weights_of("module"), full)
         reader = CheckedReader(folder, source.files)
         reader.read(staged.requests())
@@ -122,7 +116,7 @@ def load(
     with saving.settled(state):
         with ranks.raise_on_all(_ACTION):
             staged.put()
-            restore_numbers(state, settings)
+            load_checks.restore_numbers(state, settings)
             if in_accumulation:
                 drop_accumulated_gradients(engine)  # gradients of the weights before the load
         state.loaded()

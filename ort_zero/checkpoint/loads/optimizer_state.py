@@ -57,9 +57,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, path: str | os.PathLi
 
 def _read_json(folder: Folder) -> dict[str, Any]:
     if not folder.exists(OPTIMIZER_JSON):
-        raise CheckpointError(
-            f"{folder.path()} holds no {OPTIMIZER_JSON}; write it with aggregate --what weights+optimizer"
-        )
+        raise CheckpointError(f"{folder.path()} holds no {OPTIMIZER_JSON}; write it with --what weights+optimizer")
     try:
         about = json_text.loads(folder.read(OPTIMIZER_JSON))
         if about.get("format") != OPTIMIZER_FORMAT or about.get("version") != OPTIMIZER_VERSION:

@@ -132,7 +132,8 @@ BUILDERS: dict[str, _Builder] = {
         index(record.state["numel"]), index(record.state["start"])
     ),
 }
-"""Builders by the full name of the pickled class or function."""
+"""By the full name of the pickled class or function: functions that take the record of an object, whose parts are
+rebuilt already, and return the value. The record stays if a builder returns None or raises one of :data:`ERRORS`."""
 for _module in ("pathlib.", "pathlib._local."):
     for _name in ("PosixPath", "Path"):
         BUILDERS[_module + _name] = _calling(pathlib.PosixPath, str)

@@ -13,7 +13,17 @@ import xxhash
 from ort_zero import log
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.format import values
-from ort_zero.checkpoint.records import MASTER, MAX_NAMED, MODULE, WEIGHT, Optimizer, ParamGroup, Source, buffer_kind
+from ort_zero.checkpoint.records import (
+    MASTER,
+    MAX_NAMED,
+    MODULE,
+    WEIGHT,
+    Optimizer,
+    ParamGroup,
+    Shape,
+    Source,
+    buffer_kind,
+)
 from ort_zero.checkpoint.saves.checkpoint_writer import Shard, ShardEntry
 from ort_zero.compat.deepspeed_state import EngineState, Flat
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
@@ -21,7 +31,7 @@ from ort_zero.errors import CheckpointError
 from ort_zero.utils.text import shortened
 
 
-def describe(state: EngineState, exclude_frozen: bool) -> tuple[Source, dict[str, tuple[int, ...]]]:
+def describe(state: EngineState, exclude_frozen: bool) -> tuple[Source, dict[str, Shape]]:
     """Return what the manifest says of the model, still without tag and files, and the shapes of all its tensors."""
     optimized = state.optimized()
     frozen = [name for name in state.parameters if name not in optimized]
@@ -130,9 +140,7 @@ def _stored_options(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
         try:
             options[key] = _plain(value, str(key))
         except CheckpointError as error:
-            text = (
-                "%r of the optimizer's parameter group %d is not in the checkpoint; a load leaves it as configured: %s"
-            )
+            text = "%r of the optimizer's parameter group %d is not stored; a load leaves it as configured: %s"
             log.get_logger().warning(text, key, index, error)
     return options
 
@@ -180,6 +188,8 @@ def _adapter_config(module: torch.nn.Module) -> dict[str, str]:
     except TypeError:  # JSON cannot store it: the user has to keep it beside the checkpoint
         return {}
 
+
+# ---- values that no master tells ------------------------------------------------------------------------------------
 
 Digests = Mapping[str, tuple[str, str]]
 """Dtype and shape, and the checksum of the values, of tensors by name."""

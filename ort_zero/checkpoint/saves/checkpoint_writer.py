@@ -25,7 +25,7 @@ from ort_zero.checkpoint.files.storage import CHUNK, Folder, LocalFolder, open_f
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.model_files.config_files import keep_beside
 from ort_zero.checkpoint.pieces import PieceRun, PieceRuns, add_piece
-from ort_zero.checkpoint.records import MASTER, WEIGHT, File, Source, Tensor
+from ort_zero.checkpoint.records import MASTER, WEIGHT, File, Shape, Source, Tensor
 from ort_zero.checkpoint.zero_to_fp32 import SCRIPT_NAME, write_script
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError
@@ -153,7 +153,7 @@ class SaveJob:
     path: str
     about: Source
     """The checkpoint without its tensors, its files and the numbers of its optimizer; the same on all ranks."""
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, Shape]
     """Shapes of all parameters and buffers by name, in the order of the model."""
     suffix: str
     """Part of the file names if a tag is saved again: the old manifest's files stay until the new manifest exists."""
@@ -258,11 +258,7 @@ def write_rank_files(
 
 
 def joined(
-    folder: Folder,
-    about: Source,
-    shapes: Mapping[str, tuple[int, ...]],
-    packed: Sequence[bytes],
-    all_here: bool = False,
+    folder: Folder, about: Source, shapes: Mapping[str, Shape], packed: Sequence[bytes], all_here: bool = False
 ) -> Source:
     """Return the checkpoint of the files of all ranks; with `all_here` each must be in `folder`."""
     files: dict[str, File] = {}

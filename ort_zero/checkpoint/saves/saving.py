@@ -28,15 +28,7 @@ from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.records import MASTER
 from ort_zero.checkpoint.saves import capture
-from ort_zero.checkpoint.saves.capture import (
-    Digests,
-    Shard,
-    buffers_unlike_first,
-    digests,
-    master_digests,
-    weights_unlike_masters,
-)
-from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, ShardEntry, write_checkpoint
+from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, Shard, ShardEntry, write_checkpoint
 from ort_zero.compat.deepspeed import micro_steps_since_step
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.distributed.raise_on_all_ranks import RankGroup
@@ -50,7 +42,11 @@ _ALIGN = 64
 
 
 class Staging:
-    """Memory for one copy of a shard, reused by later saves: fresh pages take three times as long as the copy."""
+    """Memory for one copy of a shard, reused by later saves: fresh pages take three times as long as the copy.
+
+    Masters and moments change only in the optimizer's step, so they are copied in the background. A step that comes
+    before the copy is done waits for the copy (the idea: CheckFreq, Mohan et al., FAST 2021).
+    """
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -205,7 +201,7 @@ def save(
     with interrupts_deferred():  # while ranks exchange messages
         with ranks.raise_on_all("preparing the checkpoint"):
             state = EngineState(engine)
-            buffers = digests(state.buffers())
+            buffers = capture.digests(state.buffers())
             tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
             check_tag(tag)
         if (micro_steps := micro_steps_since_step(engine)) > 0:
@@ -218,13 +214,13 @@ def save(
             state.wait_for_copies()
             about, shapes = capture.describe(state, exclude_frozen_parameters)
             about = replace(about, root=open_folder(path).child(tag).path(), tag=tag, save_id=save_id, run_id=run_id)
-            differing = buffers_unlike_first(everyone, ranks.rank)
+            differing = capture.buffers_unlike_first(everyone, ranks.rank)
             shard = capture.shard_of(
                 state, ranks.rank, ranks.size, client_state or {}, exclude_frozen_parameters, differing
             )
-            masters = master_digests(state.module_weights(), shard.weights)
+            masters = capture.master_digests(state.module_weights(), shard.weights)
         # now, also for a background save: the program may put the old weights back at once
-        shard.weights.extend(weights_unlike_masters(state.module_weights(), masters, ranks))
+        shard.weights.extend(capture.weights_unlike_masters(state.module_weights(), masters, ranks))
         finish_copy = None
         if async_save:
             with ranks.raise_on_all("preparing the checkpoint"):
@@ -297,7 +293,9 @@ def _fail_at_exit() -> None:
 atexit.register(_fail_at_exit)
 
 
-def _agree(ranks: RankGroup, path: str, tag: str, buffers: Digests) -> tuple[str, str, str, list[Digests]]:
+def _agree(
+    ranks: RankGroup, path: str, tag: str, buffers: capture.Digests
+) -> tuple[str, str, str, list[capture.Digests]]:
     """Return save id, run id and suffix, the same on all ranks, and the digests of the buffers of all ranks."""
     targets = ranks.gather((str(path), tag, buffers))
     for rank, other in enumerate(targets):
