@@ -17,9 +17,8 @@ _collecting: Counter[str | None] = Counter()
 def note_onnxruntime(module: Any, running: Any) -> None:
     """Note that ONNX Runtime runs units of a module whose own forward PyTorch calls, and trace hooks added later."""
     from ort_zero.statistics.collect import subscribed_model
-    from ort_zero.statistics.collect.subscribed_model import remember
 
-    remember(module, backend="onnxruntime")
+    subscribed_model.remember(module, backend="onnxruntime")
     if _trace_hooks not in subscribed_model.hooks_changed:
         subscribed_model.hooks_changed.append(_trace_hooks)
     if subscribed_model.subscribed_models_in(module):
@@ -38,12 +37,11 @@ def _trace_hooks(root: Any) -> None:
 def _mark(running: Any) -> None:
     """Mark the units of a model, so that Dynamo captures the hooks of statistics in them."""
     from ort_zero.runtimes import observing
-    from ort_zero.statistics.collect import graph_operators
-    from ort_zero.statistics.collect.subscribed_model import mark_places
+    from ort_zero.statistics.collect import graph_operators, subscribed_model
 
     observing.passes[:] = [graph_operators]
     for unit in running.unit_modules():
-        mark_places(unit)
+        subscribed_model.mark_places(unit)
 
 
 def collect(model: Any, section: config.StatisticsConfig) -> Any:

@@ -55,9 +55,14 @@ def layout_of(table: Table) -> Layout:
         for this, other in ((Phase.FORWARD, Phase.BACKWARD), (Phase.BACKWARD, Phase.FORWARD))
     )
     order = np.where(table.phase == Phase.BACKWARD, -table.order, table.order)
+    seen: Counter = Counter()
+    keys: list[Key] = []
+    for key in zip(table.phase.tolist(), table.module, table.occurrence.tolist(), table.kind, table.slot):
+        keys.append((*key, seen[key]))
+        seen[key] += 1
     return Layout(
         table=table,
-        keys=_keys(table),
+        keys=keys,
         kind=np.array([KIND_CODES.get(kind, INSPECT) for kind in table.kind], dtype=np.int8),
         measured=np.array(measured, np.int64),
         sequence=np.lexsort((order, table.phase)),
@@ -99,15 +104,6 @@ def same_layout(a: Table, b: Table) -> bool:
     return all(x is y or (np.array_equal(x, y) if isinstance(x, np.ndarray) else x == y) for x, y in columns)
 
 
-def _keys(table: Table) -> list[Key]:
-    seen: Counter = Counter()
-    keys = []
-    for key in zip(table.phase.tolist(), table.module, table.occurrence.tolist(), table.kind, table.slot):
-        keys.append((*key, seen[key]))
-        seen[key] += 1
-    return keys
-
-
 # --- pairs -----------------------------------------------------------------------------------------------------------
 
 
@@ -135,7 +131,7 @@ class Pairs:
     extra: np.ndarray
     """Rows of the second table without a partner in the first table, in order of execution."""
     reordered: np.ndarray
-    """Pairs of the forward phase whose order differs between the runs."""
+    """Pairs of the forward phase that come after a later one of the first run in the second run."""
 
     def __len__(self) -> int:
         return len(self.row_a)
@@ -189,6 +185,8 @@ def pair(a: Layout, b: Layout) -> Pairs:
     forward_pair = np.where(backward, pair_of_a[a.forward[rows_a]], -1)
     both_measured = (measured_a == rows_a) & (measured_b == rows_b)
     partial = backward & (forward_pair >= 0) & ~both_measured[forward_pair]
+    forward = np.flatnonzero(a.table.phase[rows_a] == Phase.FORWARD)
+    orders = b.table.order[rows_b[forward]]
     return Pairs(
         a=a,
         b=b,
@@ -202,7 +200,7 @@ def pair(a: Layout, b: Layout) -> Pairs:
         gradient=np.where(gradients >= 0, pair_of_a[gradients], -1),
         missing=_without_partial(a, missing, pair_of_a, both_measured),
         extra=_without_partial(b, extra, pair_of_b, both_measured),
-        reordered=_reordered(b, rows_a, rows_b, a.table.phase),
+        reordered=forward[orders < np.maximum.accumulate(orders)],
     )
 
 
@@ -219,13 +217,6 @@ def inverse(rows: np.ndarray, length: int) -> np.ndarray:
     pairs = np.full(length, -1, np.int64)
     pairs[rows] = np.arange(len(rows))
     return pairs
-
-
-def _reordered(b: Layout, row_a: np.ndarray, row_b: np.ndarray, phases: np.ndarray) -> np.ndarray:
-    """Return the pairs of the forward phase that come after a later one of the first run in the second run."""
-    forward = np.flatnonzero(phases[row_a] == Phase.FORWARD)
-    orders = b.table.order[row_b[forward]]
-    return forward[orders < np.maximum.accumulate(orders)] if len(orders) else forward
 
 
 # --- distances --------------------------------------------------------------------------------------------------------
