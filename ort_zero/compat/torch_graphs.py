@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -57,7 +56,11 @@ def is_random(target: Any) -> bool:
 
 def copied(module: GraphModule) -> GraphModule:
     """Return a copy of a graph with the same constants: tensors cannot be copied while AOTAutograd traces."""
-    return GraphModule(module, copy.deepcopy(module.graph))
+    graph = Graph()  # copy.deepcopy of a graph also copies its pytrees, which warns of torch's own future
+    copies: Any = graph.graph_copy(module.graph, {}, return_output_node=True)
+    results, output = copies
+    graph.output(results).meta = dict(output.meta)
+    return GraphModule(module, graph)
 
 
 def line_of(node: Node) -> str:
