@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from ort_zero.utils.trusted_folder import reason_not_to_trust
 
 _SILENT_SECONDS = 10.0
 """Seconds of waiting for a lock after which a message says what for; the next messages come a minute apart."""
+_COMPILERS = frozenset(("cc1plus", "ninja", "g++", "c++", "clang++", "nvcc", "cicc", "ptxas"))
+"""Names of processes that compile C++ or CUDA."""
 
 CURE = "apt-get install g++ python3-dev"
 """The command that installs what DeepSpeed's operators are compiled with."""
@@ -91,14 +93,15 @@ def _holder(lock: Path) -> str | None:
 
 
 def _tell_of_wait(lock: str) -> None:
-    """Log what this process waits for, since when, and who holds the file."""
+    """Log what this process waits for, since when, who holds the file, and whether a compiler runs."""
     try:
         made = os.stat(lock).st_mtime
     except FileNotFoundError:
         return  # the build has just ended
     since = time.strftime("%H:%M:%S", time.localtime(made))
     holder = _holder(Path(lock))
-    level, why = logging.WARNING, f"{holder} holds the file"
+    compilers = sorted(_COMPILERS & set(_names_of_processes()))
+    level, why = logging.WARNING, f"{holder} holds the file, and {' and '.join(compilers) or 'no compiler'} runs"
     if holder is None:
         level = logging.ERROR
         why = (
@@ -139,6 +142,12 @@ def unsuitable_compiler() -> str | None:
     name = os.environ.get("CXX") or "c++"
     path = shutil.which(name)
     return name if path is not None and "clang" in os.path.basename(os.path.realpath(path)) else None
+
+
+def _names_of_processes() -> Iterator[str]:
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has ended
+            yield (process / "comm").read_text().strip()
 
 
 def patches() -> tuple[Patch, ...]:
