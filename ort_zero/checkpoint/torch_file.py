@@ -238,7 +238,11 @@ def _content(data: _Bytes, records: Mapping[str, _Record], cache: Contents) -> t
 
 
 def read_pickle_of(
-    path: str, data: bytes, storages: Mapping[str, tuple[int, int]], check: Callable[[StoredTensor], Any]
+    path: str,
+    data: bytes,
+    storages: Mapping[str, tuple[int, int]],
+    check: Callable[[StoredTensor], Any],
+    malformed: type[CheckpointError] = CheckpointError,
 ) -> tuple[Any, frozenset[str]]:
     """Return the result of :func:`read_pickle`; errors name the file `path`."""
     try:
@@ -249,7 +253,7 @@ def read_pickle_of(
             "nothing was called: do not use the file unless you know who wrote it"
         ) from None
     except MalformedPickleError as error:
-        raise CheckpointError(f"{path} cannot be unpickled: {error}") from None
+        raise malformed(f"{path} cannot be unpickled: {error}") from None
 
 
 def _check_place(path: str, lengths: Mapping[int, int], size: int, value: StoredTensor) -> StoredTensor:

@@ -45,7 +45,8 @@ class Entry:
 def read_metadata(folder: Folder) -> list[Entry]:
     """Return the entries of the checkpoint in `folder`, in the order of the saved state dict."""
     path = folder.path(METADATA)
-    content, _ = read_pickle_of(path, folder.read(METADATA, limit=_MAX_BYTES), {}, _no_tensor)
+    data = folder.read(METADATA, limit=_MAX_BYTES)
+    content, _ = read_pickle_of(path, data, {}, _no_tensor, malformed=CorruptCheckpointError)
     try:
         fields = _fields(content, "Metadata")
         places = dict(_places(folder, fields["storage_data"]))
