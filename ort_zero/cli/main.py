@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.error("no command given")
     try:
-        with _quietly() if args.quiet and not args.json else contextlib.nullcontext():
+        with _stdout_of(args):
             return args.run(args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -99,6 +99,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Exception as error:
         return _report(error, args)
+
+
+def _stdout_of(args: argparse.Namespace) -> contextlib.AbstractContextManager[object]:
+    """Return a ``with`` block in which the command prints as its options and the terminal want."""
+    if args.quiet and not args.json:
+        return _quietly()
+    if args.json or not sys.stdout.isatty():
+        return contextlib.nullcontext()
+    from ort_zero.cli.colours import ColouredStdout
+
+    return contextlib.redirect_stdout(ColouredStdout())
 
 
 @contextlib.contextmanager

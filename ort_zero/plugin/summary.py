@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import sys
+import textwrap
 import weakref
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -20,6 +22,7 @@ from ort_zero.runtimes import registry
 from ort_zero.utils import tables
 from ort_zero.utils.text import shortened
 
+_MIN_STATE, _MAX_WIDTH = 30, 120
 _printed: list[str] = []
 """The titles of the models that this process has announced."""
 _unsettled: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -36,8 +39,9 @@ def table(
     *,
     in_effect: Sequence[str] = (),
     in_engine: bool = True,
+    width: int = _MAX_WIDTH,
 ) -> str:
-    """Return the features and costs of an engine's model, as a table.
+    """Return the features and costs of an engine's model, as a table that breaks between words at a width.
 
     Args:
         status: the status of the engine's model; None where the section leaves the model in PyTorch.
@@ -52,7 +56,12 @@ def table(
         *((f"  {operators}", "", effect) for operators, effect in plans),
         ("versions", "", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
-    return "\n".join(tables.aligned(rows))
+    before = sum(max(len(row[column]) for row in rows) + len(tables.GAP) for column in (0, 1))
+    folded: list[Row] = []
+    for feature, setting, state in rows:
+        first, *others = textwrap.wrap(state, max(width - before, _MIN_STATE), break_long_words=False) or [""]
+        folded += [(feature, setting, first), *(("", "", line) for line in others)]
+    return "\n".join(tables.aligned(folded))
 
 
 def announce(section: config.Config, module: Any, runtime: Any | None, in_engine: bool = True) -> None:
@@ -82,7 +91,8 @@ def announce(section: config.Config, module: Any, runtime: Any | None, in_engine
     if len(_printed) > 1:
         logger.info("%s%s", title, _in_short(status) if status is not None else "")
         return
-    text = table(status, section, _versions(), plans, in_effect=measures.in_effect(), in_engine=in_engine)
+    width = min(_MAX_WIDTH, shutil.get_terminal_size((_MAX_WIDTH, 0)).columns)
+    text = table(status, section, _versions(), plans, in_effect=measures.in_effect(), in_engine=in_engine, width=width)
     logger.info("%s\n%s", title, text)
 
 
@@ -145,7 +155,7 @@ def _compiled(status: Mapping[str, Any], section: config.Config, parts: list[Row
         ("  operations", other_place, _share(status) if is_settled else "not settled yet, a line will say it"),
         ("checked against PyTorch", verify, checks),
         *parts,
-        ("run by PyTorch", "has no ONNX form here, or is faster there", _kept(status)),
+        ("run by PyTorch", "ort-zero explain SCRIPT", _kept(status)),
         *((f"  {path or 'the model'}", "", why) for path, why in status["failures"].items()),
         *((f"  segment {key}", "", why) for key, why in record.get("failed", {}).items()),
     ]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+GAP = "  "
+"""The space between two columns."""
+
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """Return one line per row, with no spaces at its end.
@@ -16,4 +19,4 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     def padded(row: Sequence[str]) -> list[str]:
         return [text.rjust(n) if i in right else text.ljust(n) for i, (text, n) in enumerate(zip(row, widths))]
 
-    return ["  ".join(padded(row)).rstrip() for row in rows]
+    return [GAP.join(padded(row)).rstrip() for row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -51,6 +52,27 @@ def test_quiet_answers_with_the_exit_status_alone(tmp_path, capsys):
     assert "nothing" in capsys.readouterr().err
     assert cli.main(["verify", str(folder), "-q", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["problems"]
+
+
+def on_a_terminal(*words: str, **variables: str) -> str:
+    """Return what a command prints to a terminal."""
+    reader, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", **variables}
+    subprocess.run([sys.executable, "-m", "ort_zero", *words], stdout=terminal, stderr=terminal, env=environment)
+    os.close(terminal)
+    text = os.read(reader, 1 << 16).decode()
+    os.close(reader)
+    return text
+
+
+def test_verdicts_have_colours_on_a_terminal_alone(tmp_path, capsys):
+    folder = three_checkpoints(tmp_path)
+    text = on_a_terminal("verify", str(folder))
+    assert "\x1b[32mok\x1b[0m: " in text and "\x1b[33mnote\x1b[0m: " in text
+    assert "\x1b[" not in on_a_terminal("verify", str(folder), NO_COLOR="1")
+    assert json.loads(on_a_terminal("verify", str(folder), "--json"))["ok"]
+    assert cli.main(["verify", str(folder)]) == 0
+    assert "\x1b[" not in capsys.readouterr().out
 
 
 def test_verify_says_which_checkpoints_it_has_not_verified(tmp_path, capsys):

@@ -159,6 +159,8 @@ def status(settled=True, **changes):
 def test_the_table_is_the_golden_one():
     text = summary.table(status(), config.Config(), VERSIONS, PLANS)
     assert text.isascii() and text + "\n" == (GOLDEN / "summary.txt").read_text()
+    narrow = summary.table(status(), config.Config(), VERSIONS, PLANS, width=100)
+    assert max(map(len, narrow.splitlines())) <= 100 and narrow.split() == text.split()
 
 
 def test_units_that_stay_in_pytorch_are_shown_with_the_reason():
