@@ -101,7 +101,7 @@ def _tell_of_wait(lock: str) -> None:
     since = time.strftime("%H:%M:%S", time.localtime(made))
     holder = _holder(Path(lock))
     compilers = sorted(_COMPILERS & set(_names_of_processes()))
-    level, why = logging.WARNING, f"{holder} holds the file, and {' and '.join(compilers) or 'no compiler'} runs"
+    level, why = logging.WARNING, f"{holder} holds the file, and {(*compilers, 'no compiler')[0]} runs"
     if holder is None:
         level = logging.ERROR
         why = (
