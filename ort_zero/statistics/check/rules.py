@@ -16,7 +16,6 @@ from ort_zero.statistics.check.history import History, StepRecord
 from ort_zero.statistics.records import OptimizerStep
 
 Rule = Callable[[History], Iterator[Finding]]
-_FLOAT16_MAX = 65504.0
 
 
 def _training(records: Sequence[StepRecord]) -> list[StepRecord]:

@@ -149,8 +149,8 @@ class SubscribedModel:
         self.step = -1
         """Number of the current step, between steps of the last one; -1 before the first."""
         self.calls = CallTracker(root)
-        self._slots: dict[int, list[TensorSlot]] = {}
-        """The slots of the last steps, by the number of the step."""
+        self._slots: dict[int, tuple[list[TensorSlot], tuple[SubscriberBase, ...]]] = {}
+        """The slots of the last steps, and the subscribers that act on gradients in them, by the number of the step."""
         self._handles: list[RemovableHandle] = []
 
     @property
@@ -195,7 +195,7 @@ class SubscribedModel:
         if not self.active:
             return
         self.calls.begin_step()
-        self._slots[self.step] = self.calls.slots
+        self._slots[self.step] = self.calls.slots, self._for_gradients
         self._slots.pop(self.step - _KEPT_STEPS, None)
         for subscriber in self.active:
             subscriber.pre_forward_model_apply(self.step, self.root)
@@ -216,10 +216,9 @@ class SubscribedModel:
 
     def show_gradient_of(self, step: int, order: int, gradient: torch.Tensor) -> None:
         """Show the gradient of a slot to the subscribers that were active in `step`; a step long past is left out."""
-        if step in self._slots:
-            for subscriber in self.subscribers:
-                if subscriber.is_active(step) and subscriber.acts_on_gradients():
-                    subscriber.gradient_slot_apply(step, self._slots[step][order], gradient)
+        slots, subscribers = self._slots.get(step, ([], ()))
+        for subscriber in subscribers:
+            subscriber.gradient_slot_apply(step, slots[order], gradient)
 
     def _expect_gradient(self, slot: TensorSlot, tensor: torch.Tensor) -> None:
         step, subscribers = self.step, self._for_gradients

@@ -120,11 +120,12 @@ class StatisticsSubscriber(SubscriberBase):
         current = CollectedStep(step, self._facts.begin(model), self._rows)
         self._pending.append(current)
         if self.parameters != "off":
-            for order, (path, name, parameter) in enumerate(owned_parameters(model)):
-                self._measure_parameter(current, order, path, name, parameter)
-                if parameter.requires_grad and order not in self._gradient_handles:
-                    listener = self._listener(order, path, name, weakref.ref(parameter))
-                    self._gradient_handles[order] = parameter.register_hook(listener)
+            with torch.no_grad():
+                for order, (path, name, parameter) in enumerate(owned_parameters(model)):
+                    self._measure_parameter(current, order, path, name, parameter)
+                    if parameter.requires_grad and order not in self._gradient_handles:
+                        listener = self._listener(order, path, name, weakref.ref(parameter))
+                        self._gradient_handles[order] = parameter.register_hook(listener)
 
     def forward_slot_apply(self, step: int, slot: TensorSlot, tensor: torch.Tensor) -> None:
         """Measure one tensor, or record the earlier row of the same tensor."""
@@ -197,7 +198,6 @@ class StatisticsSubscriber(SubscriberBase):
             return False
         return True
 
-    @torch.no_grad()
     def _measure_parameter(
         self, current: CollectedStep, order: int, path: str, name: str, parameter: torch.nn.Parameter
     ) -> None:

@@ -87,7 +87,7 @@ def _divergence_at(step: StepComparison, number: int, numbers: np.ndarray, *, ev
     if not sentence:
         verb = "adds the error" if record.kind == "numeric" else "is where the runs diverge"
         sentence = f"{_spoken(module, occurrence)} {verb}: {_what_differs(record)} {how}"
-    text = f"step {record.step}, rank {record.rank}, {direction}: {sentence}{'; ' * bool(hint)}{hint}"
+    text = f"step {record.step}, rank {record.rank}, {direction}: {'; '.join(filter(None, (sentence, hint)))}"
     return FirstDivergence(
         same=False, module=module, occurrence=occurrence, direction=direction, difference=record, text=text
     )
@@ -288,7 +288,8 @@ def _spoken(module: str, occurrence: int = 1) -> str:
 def _what_differs(record: ComparedRecord) -> str:
     """Return the name of the tensor that differs for a sentence: ``"the gradient of h.0's input[1]"``."""
     owner = _spoken(record.module, record.occurrence) if record.module else "the model"
-    return f"{'the gradient of ' * (record.phase >= Phase.BACKWARD)}{owner}'s {record.tensor}"
+    name = f"{owner}'s {record.tensor}"
+    return f"the gradient of {name}" if record.phase >= Phase.BACKWARD else name
 
 
 def _how_it_differs(record: ComparedRecord) -> str:
