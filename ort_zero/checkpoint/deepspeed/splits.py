@@ -295,9 +295,6 @@ class SplitNotes:
     def __init__(self, info: Any):
         self._info: Mapping[str, Any] = info if isinstance(info, dict) else {}
 
-    def __bool__(self) -> bool:
-        return bool(self._info)
-
     def split(self, name: str, shapes: Shapes) -> Split | None:
         """Return the split of a tensor, None if the notes do not name it; raise ValueError if they do not fit."""
         reasons = self._table("autotp_unsupported_parameter_patterns", self._info)
