@@ -64,28 +64,20 @@ def _stop() -> None:
 def ended_unless_shared() -> Iterator[None]:
     """Run a block between two collectives of all ranks; if it fails on some ranks only, end these ranks.
 
-    An error that the end of another rank has caused does not count: that other rank has failed.
+    Raises the block's error at once. Does nothing more before :func:`prepare`, and for the error of a collective, which
+    the end of another rank has caused.
     """
+    global _failures
     try:
         yield
     except Exception as error:
-        report(error)
+        if _threads and not is_collective_error(error):
+            import torch.distributed as dist
+
+            _failures += 1
+            # what the script may destroy next is read now
+            _watches.put((default_store(), dist.get_rank(), dist.get_world_size(), _failures, in_a_line(error)))
         raise
-
-
-def report(error: BaseException) -> None:
-    """Note that this rank has failed between two collectives, and end it unless all other ranks fail as well.
-
-    Returns at once. Does nothing before :func:`prepare`, and for the error of a collective.
-    """
-    import torch.distributed as dist
-
-    global _failures
-    if not _threads or is_collective_error(error):
-        return
-    _failures += 1
-    # what the script may destroy next is read now
-    _watches.put((default_store(), dist.get_rank(), dist.get_world_size(), _failures, in_a_line(error)))
 
 
 def _watch(store: Any, rank: int, size: int, number: int, reason: str) -> None:
