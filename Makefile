@@ -182,8 +182,6 @@ $(CLIENTS_READY): $(TESTS_READY) setup.cfg .ci/constraints.txt
 	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_paths()['purelib'])" \
 	  > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/below.pth"
 	@$(CLIENTS)/bin/python -m pip install -qq -c .ci/constraints.txt -e '.[clients]'
-	@echo "starting 2 ranks for the first time: DeepSpeed compiles an operator, Python all packages"
-	@TORCH_EXTENSIONS_DIR="$(CURDIR)/$(CLIENTS)/torch_extensions" $(CLIENTS)/bin/python tests/clients/first_start.py
 	@touch $@
 
 .PHONY: test-clients

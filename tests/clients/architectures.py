@@ -171,11 +171,7 @@ def masked_images(generator: torch.Generator) -> Batch:
 
 def captions(generator: torch.Generator, size: int = 32) -> Batch:
     """Return images and texts that belong together, for contrastive training."""
-    return {
-        **tokens(generator),
-        "pixel_values": images(generator, size, rows=2)["pixel_values"],
-        "return_loss": True,
-    }
+    return {**tokens(generator), "pixel_values": images(generator, size, rows=2)["pixel_values"], "return_loss": True}
 
 
 def described_images(generator: torch.Generator) -> Batch:
@@ -262,70 +258,60 @@ def _two(batch: Callable[[torch.Generator], Batch]) -> list[Batch]:
     return [batch(torch.Generator().manual_seed(seed)) for seed in (1, 2)]
 
 
+TASKS = {
+    **dict.fromkeys(("decoder", "mixture of experts", "state space"), "CAUSAL_LM"),
+    "encoder": "MASKED_LM",
+    "encoder-decoder": "SEQ_TO_SEQ_CAUSAL_LM",
+    "vision": "IMAGE_CLASSIFICATION",
+}
+"""The table of transformers that has the classes of a kind."""
+
+
 def _build_transformer(
-    model: str, batch: Callable[[torch.Generator], Batch], changes: dict[str, Any]
+    kind: str, batch: Callable[[torch.Generator], Batch], name: str, model: str, changes: dict[str, Any]
 ) -> tuple[nn.Module, list[Batch]]:
     import transformers
+    from transformers.models.auto import modeling_auto
 
     torch.manual_seed(0)
+    if not model:
+        classes = getattr(modeling_auto, f"MODEL_FOR_{TASKS[kind]}_MAPPING_NAMES")
+        model = classes.get(name) or classes[name.replace("_", "-")]
     model_class = getattr(transformers, model)
     return model_class(_small(model_class.config_class, changes)).train(), _two(batch)
 
 
-def _transformers(kind: str, batch: Callable[[torch.Generator], Batch], *entries: tuple) -> tuple[Spec, ...]:
-    """Return the specs of `entries`: name, class, changes of the config, and a batch other than `batch`."""
+def _transformers(kind: str, batch: Callable[[torch.Generator], Batch], *entries: str | tuple) -> tuple[Spec, ...]:
+    """Return the specs of `entries`: names, or tuples of name, class, changes of the config, another batch."""
 
-    def spec(name: str, model: str, changes: dict | None = None, own: Callable | None = None) -> Spec:
-        return Spec(name, kind, functools.partial(_build_transformer, model, own or batch, changes or {}))
+    def spec(name: str, model: str = "", changes: dict | None = None, own: Callable | None = None) -> Spec:
+        build = functools.partial(_build_transformer, kind, own or batch, name, model, changes or {})
+        return Spec(name, kind, build)
 
-    return tuple(spec(*entry) for entry in entries)
+    return tuple(spec(*((entry,) if isinstance(entry, str) else entry)) for entry in entries)
 
 
 DECODERS = _transformers(
     "decoder",
     text,
-    ("gpt2", "GPT2LMHeadModel"),
-    ("gpt_bigcode", "GPTBigCodeForCausalLM"),
+    *(
+        "gpt2 gpt_bigcode gpt_neox opt bloom llama qwen2 qwen3 gemma phi phi3 falcon stablelm olmo olmo2 cohere "
+        "starcoder2 mpt granite smollm3"
+    ).split(),
     ("gpt_neo", "GPTNeoForCausalLM", {"attention_types": [[["global", "local"], 1]], "window_size": 4}),
-    ("gpt_neox", "GPTNeoXForCausalLM"),
     ("gptj", "GPTJForCausalLM", {"rotary_dim": 4}),
-    ("opt", "OPTForCausalLM"),
-    ("bloom", "BloomForCausalLM"),
-    ("llama", "LlamaForCausalLM"),
     ("mistral", "MistralForCausalLM", {"sliding_window": 4}),
-    ("qwen2", "Qwen2ForCausalLM"),
-    ("qwen3", "Qwen3ForCausalLM"),
-    ("gemma", "GemmaForCausalLM"),
     ("gemma2", "Gemma2ForCausalLM", {"sliding_window": 4}),
     ("gemma3", "Gemma3ForCausalLM", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}),
-    ("phi", "PhiForCausalLM"),
-    ("phi3", "Phi3ForCausalLM"),
-    ("falcon", "FalconForCausalLM"),
-    ("stablelm", "StableLmForCausalLM"),
-    ("olmo", "OlmoForCausalLM"),
-    ("olmo2", "Olmo2ForCausalLM"),
-    ("cohere", "CohereForCausalLM"),
-    ("starcoder2", "Starcoder2ForCausalLM"),
     ("codegen", "CodeGenForCausalLM", {"rotary_dim": 4}),
-    ("mpt", "MptForCausalLM"),
-    ("granite", "GraniteForCausalLM"),
-    ("smollm3", "SmolLM3ForCausalLM"),
 )
 ENCODERS = _transformers(
     "encoder",
     text,
-    ("bert", "BertForMaskedLM"),
-    ("roberta", "RobertaForMaskedLM"),
-    ("xlm_roberta", "XLMRobertaForMaskedLM"),
-    ("electra", "ElectraForMaskedLM"),
+    *"bert roberta xlm_roberta electra albert distilbert mpnet convbert squeezebert roformer".split(),
     ("deberta", "DebertaForMaskedLM", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
     ("deberta_v2", "DebertaV2ForMaskedLM", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
-    ("albert", "AlbertForMaskedLM"),
-    ("distilbert", "DistilBertForMaskedLM"),
-    ("mpnet", "MPNetForMaskedLM"),
     ("modernbert", "ModernBertForMaskedLM", {"local_attention": 8, "global_attn_every_n_layers": 2}),
-    ("convbert", "ConvBertForMaskedLM"),
-    ("squeezebert", "SqueezeBertForMaskedLM"),
     ("esm", "EsmForMaskedLM", {"mask_token_id": 3, "token_dropout": False}),
     ("funnel", "FunnelForMaskedLM", {"block_sizes": [1, 1]}),
     # the sparse pattern draws its blocks at random
@@ -337,31 +323,17 @@ ENCODERS = _transformers(
         "nystromformer", "NystromformerForMaskedLM",
         {"num_landmarks": 4, "segment_means_seq_len": 16, "conv_kernel_size": 5}, unmasked_text,
     ),
-    ("roformer", "RoFormerForMaskedLM"),
 )  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "first_k_dense_replace": 1,
+}  # fmt: skip
 MIXTURES = _transformers(
     "mixture of experts",
     text,
-    ("mixtral", "MixtralForCausalLM"),
-    ("qwen2_moe", "Qwen2MoeForCausalLM"),
-    ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    ("olmoe", "OlmoeForCausalLM"),
-    ("phimoe", "PhimoeForCausalLM"),
-    ("granitemoe", "GraniteMoeForCausalLM"),
-    (
-        "deepseek_v2", "DeepseekV2ForCausalLM",
-        {
-            "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1,
-        },
-    ),
-    (
-        "deepseek_v3", "DeepseekV3ForCausalLM",
-        {
-            "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
-        },
-    ),
+    *"mixtral qwen2_moe qwen3_moe olmoe phimoe granitemoe".split(),
+    ("deepseek_v2", "DeepseekV2ForCausalLM", _LATENT),
+    ("deepseek_v3", "DeepseekV3ForCausalLM", {**_LATENT, "n_group": 2, "topk_group": 1}),
     (
         "switch_transformers", "SwitchTransformersForConditionalGeneration",
         {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "decoder_start_token_id": 0}, pairs,
@@ -371,17 +343,9 @@ MIXTURES = _transformers(
 ENCODER_DECODERS = _transformers(
     "encoder-decoder",
     pairs,
+    *"mt5 umt5 bart mbart pegasus marian blenderbot m2m_100 prophetnet".split(),
     ("t5", "T5ForConditionalGeneration", {"decoder_start_token_id": 0}),
-    ("mt5", "MT5ForConditionalGeneration"),
-    ("umt5", "UMT5ForConditionalGeneration"),
-    ("bart", "BartForConditionalGeneration"),
-    ("mbart", "MBartForConditionalGeneration"),
-    ("pegasus", "PegasusForConditionalGeneration"),
-    ("marian", "MarianMTModel"),
-    ("blenderbot", "BlenderbotForConditionalGeneration"),
-    ("m2m_100", "M2M100ForConditionalGeneration"),
     ("led", "LEDForConditionalGeneration", {"attention_window": 4}),
-    ("prophetnet", "ProphetNetForConditionalGeneration"),
 )
 STATE_SPACE = _transformers(
     "state space",
@@ -412,9 +376,8 @@ _large_images = functools.partial(images, size=64)
 VISION = _transformers(
     "vision",
     images,
-    ("vit", "ViTForImageClassification"),
+    *"vit dinov2".split(),
     ("deit", "DeiTForImageClassification"),
-    ("dinov2", "Dinov2ForImageClassification"),
     ("beit", "BeitForImageClassification", {"use_relative_position_bias": True}),
     (
         "swin", "SwinForImageClassification",

@@ -96,20 +96,19 @@ class Client:
         may_stay_in_torch: bool = False,
         timeout: float = 500,
     ) -> list[dict[str, dict[str, Any]]]:
-        """Run `program` in PyTorch, then in ONNX Runtime, both on the same ranks; return what came of it, by rank.
+        """Run `program` in PyTorch, then in ONNX Runtime, both on the same ranks.
 
         Args:
             program: see above.
             stage: ZeRO stage.
-            launcher: whose environment variables are set: ``"torchrun"`` or ``"accelerate"``.
+            launcher: whose environment variables are set.
             arguments: what the program is given behind the :class:`Run`.
             ranks: number of ranks.
             differ: returns what is wrong with the second of two programs' values; :func:`different` if left out.
             may_stay_in_torch: whether PyTorch may run all of the model.
             timeout: seconds for both runs.
 
-        Returns:
-            For each rank ``{"torch": {...}, "ort": {...}}`` with ``"losses"``, ``"values"`` and ``"status"``.
+        Returns ``"losses"``, ``"values"`` and ``"status"`` under ``"torch"`` and ``"ort"`` for each rank.
         """
         assert launcher in LAUNCHERS, launcher
         source = sys.modules[program.__module__].__file__

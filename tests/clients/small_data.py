@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tiny_models
 import torch
 
 VOCABULARY = 60
@@ -64,28 +65,15 @@ def small_convnet() -> torch.nn.Module:
 
 def small_llama(vocabulary: int = VOCABULARY, seed: int = 0) -> torch.nn.Module:
     """Return a small Llama with a head for language models."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        )
-    )  # fmt: skip
+    return tiny_models.llama(words=vocabulary, hidden=32, positions=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
 def small_gpt2() -> torch.nn.Module:
     """Return a small GPT-2 without dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=1,
-            pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )
-    )  # fmt: skip
+    tokens = dict(bos_token_id=1, eos_token_id=1, pad_token_id=0)
+    return tiny_models.gpt2(words=VOCABULARY, hidden=32, positions=32, **tokens)
 
 
 def small_bert() -> torch.nn.Module:

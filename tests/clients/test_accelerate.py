@@ -51,6 +51,15 @@ def evaluated(accelerator: Any, model: torch.nn.Module, loader: Any) -> dict[str
     return {"accuracy": right / rows, "rows": rows, "loss": sum(losses) / len(losses)}
 
 
+def stepped(accelerator: Any, loss: torch.Tensor, *stepping: Any) -> float:
+    """Run the backward of a loss, and the steps of an optimizer and of a schedule; return the loss."""
+    accelerator.backward(loss)
+    for each in stepping:
+        each.step()
+    stepping[0].zero_grad()
+    return loss.item()
+
+
 def nlp_example(run: Run) -> Result:
     """nlp_example: BERT on sentence pairs, linear schedule with warm-up, `gather_for_metrics`"""
     from accelerate.utils import set_seed
@@ -69,12 +78,7 @@ def nlp_example(run: Run) -> Result:
     for _ in range(2):
         model.train()
         for batch in train_loader:
-            outputs = model(**batch)
-            accelerator.backward(outputs.loss)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            losses.append(outputs.loss.item())
+            losses.append(stepped(accelerator, model(**batch).loss, optimizer, schedule))
         epochs.append(evaluated(accelerator, model, eval_loader))
     assert epochs[0]["rows"] == 21
     return Result(losses, alive=model, values={"epochs": epochs, "rate": schedule.get_last_lr()})
@@ -108,11 +112,7 @@ def cv_example(run: Run) -> Result:
         for batch in train_loader:
             outputs = model((batch["image"] - mean) / std)
             loss = torch.nn.functional.cross_entropy(outputs, batch["label"])
-            accelerator.backward(loss)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(stepped(accelerator, loss, optimizer, schedule))
     model.eval()
     right, logits = 0, []
     for batch in eval_loader:
@@ -222,12 +222,7 @@ def deepspeed_with_config_support(run: Run) -> Result:
     losses, perplexities = [], []
     for _ in range(2):
         for batch in loader:
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(stepped(accelerator, model(**batch).loss, optimizer, schedule))
         model.eval()
         with torch.no_grad():
             perplexities.append(torch.exp(model(**batch).loss).item())
@@ -265,11 +260,7 @@ def by_feature(run: Run) -> Result:
         losses: list[float] = []
         for _ in range(4):
             for batch in train_loader:
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
+                losses.append(stepped(accelerator, model(**batch).loss, optimizer))
                 if len(losses) >= 6 and accelerator.is_main_process:
                     accelerator.set_trigger()
                 if accelerator.check_trigger():
@@ -288,43 +279,7 @@ def by_feature(run: Run) -> Result:
     return Result(losses, alive=model, values={"tried": tried, "metrics": metrics, "saved": saved, "names": names})
 
 
-def accumulation_plugin(run: Run) -> Result:
-    """`GradientAccumulationPlugin`, `autocast`, `clip_grad_norm_`, `join_uneven_inputs`, `save_state`, `load_state`"""
-    from accelerate.utils import GradientAccumulationPlugin
-
-    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=True)
-    accelerator = make_accelerator(gradient_accumulation_plugin=plugin)
-    model = small_bert()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    loader = torch.utils.data.DataLoader(sentence_pairs(28), batch_size=4, collate_fn=padded)
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    losses, norms = [], []
-
-    def epoch() -> None:
-        with accelerator.join_uneven_inputs([model]):
-            for batch in loader:
-                with accelerator.accumulate(model), accelerator.autocast():
-                    loss = model(**batch).loss
-                    accelerator.backward(loss)
-                    if accelerator.sync_gradients:
-                        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
-                        norms.append(None if norm is None else float(norm))
-                    optimizer.step()
-                    schedule.step()
-                    optimizer.zero_grad()
-                losses.append(accelerator.gather(loss.detach()).mean().item())
-
-    epoch()
-    accelerator.save_state(str(run.folder / "state"))
-    epoch()
-    accelerator.load_state(str(run.folder / "state"))
-    epoch()
-    assert losses[-4] == pytest.approx(losses[-8], abs=1e-5), losses
-    return Result(losses, alive=model, values={"norms": norms})
-
-
 test_programs = programs(
-    nlp_example, cv_example, complete_nlp_example, deepspeed_with_config_support, by_feature, accumulation_plugin,
+    nlp_example, cv_example, complete_nlp_example, deepspeed_with_config_support, by_feature,
     launcher="accelerate",
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 from pathlib import Path
 from typing import Any
@@ -17,25 +16,22 @@ from ort_zero.checkpoint import aggregate, diff, list_checkpoints, verify
 pytestmark = pytest.mark.clients
 
 
-def lightning_run(folder: str, sharded: bool) -> dict[str, Any]:
-    """Fit under Lightning's DeepSpeedStrategy, fit on from one of its checkpoints; return the last weights."""
+def fitted(folder: str, strategy: Any, steps: int, resume: str | None = None, *, is_sharded: bool = False) -> nn.Module:
+    """Fit a module of Lightning, with a checkpoint every other step; `is_sharded` divides it by FSDP2. Return it."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.strategies import deepspeed as strategies
-
-    # it insists on GPUs
-    strategies.CUDAAccelerator = lightning.pytorch.accelerators.CPUAccelerator
-    strategies._validate_device_index_selection = lambda devices: None
-
-    class OnCpu(strategies.DeepSpeedStrategy):
-        root_device = torch.device("cpu", 0)
+    from torch.distributed.fsdp import fully_shard
 
     class Regression(lightning.LightningModule):
         def __init__(self):
             super().__init__()
             torch.manual_seed(0)
-            self.save_hyperparameters({"width": 8})
-            self.model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+            self.save_hyperparameters({"width": 7})
+            self.model = nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 1))
+
+        def configure_model(self):
+            if is_sharded:
+                fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch, index):
             loss = self.model(batch[0]).square().mean()
@@ -45,29 +41,42 @@ def lightning_run(folder: str, sharded: bool) -> dict[str, Any]:
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    config = {
-        "zero_optimization": {"stage": 2},
-        "zero_allow_untested_optimizer": True,
-        "train_micro_batch_size_per_gpu": 2,
-        "ort_zero": {"backend": "torch", "checkpoint": {"sharded": sharded}},
-    }
+    module = Regression()
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, max_steps=steps, logger=False, enable_progress_bar=False, strategy=strategy,
+        enable_model_summary=False, default_root_dir=folder,
+        callbacks=[ModelCheckpoint(f"{folder}/checkpoints", every_n_train_steps=2, save_top_k=-1)],
+    )  # fmt: skip
+    rows = torch.utils.data.TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
+    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2), ckpt_path=resume)
+    assert trainer.global_step == steps
+    return module.model
 
-    def fit(steps: int, resume: str | None = None) -> Regression:
-        module = Regression()
-        trainer = lightning.Trainer(
-            accelerator="cpu", devices=2, max_steps=steps, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, default_root_dir=folder,
-            strategy=OnCpu(config=copy.deepcopy(config), process_group_backend="gloo"),
-            callbacks=[ModelCheckpoint(f"{folder}/checkpoints", every_n_train_steps=2, save_top_k=-1)],
-        )  # fmt: skip
-        rows = torch.utils.data.TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
-        trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2), ckpt_path=resume)
-        assert trainer.global_step == steps
-        return module
 
-    fit(4)
-    resumed = fit(6, f"{folder}/checkpoints/epoch=0-step=4.ckpt")
-    return {name: value.detach().clone() for name, value in resumed.model.state_dict().items()}
+def lightning_run(folder: str, sharded: bool) -> dict[str, Any]:
+    """Fit under Lightning's DeepSpeedStrategy, fit on from one of its checkpoints; return the last weights."""
+    import lightning
+    from lightning.pytorch.strategies import deepspeed as strategies
+
+    # it insists on GPUs
+    strategies.CUDAAccelerator = lightning.pytorch.accelerators.CPUAccelerator
+    strategies._validate_device_index_selection = lambda devices: None
+
+    class OnCpu(strategies.DeepSpeedStrategy):
+        root_device = torch.device("cpu", 0)
+
+        def __init__(self):
+            config = {
+                "zero_optimization": {"stage": 2},
+                "zero_allow_untested_optimizer": True,
+                "train_micro_batch_size_per_gpu": 2,
+                "ort_zero": {"backend": "torch", "checkpoint": {"sharded": sharded}},
+            }
+            super().__init__(config=config, process_group_backend="gloo")
+
+    fitted(folder, OnCpu(), 4)
+    resumed = fitted(folder, OnCpu(), 6, f"{folder}/checkpoints/epoch=0-step=4.ckpt")
+    return {name: value.detach().clone() for name, value in resumed.state_dict().items()}
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["ours", "deepspeed"])
@@ -93,37 +102,12 @@ def test_lightning(tmp_path, sharded):
 
 
 def lightning_fsdp2_run(folder: str) -> None:
-    """Fit under Lightning's ModelParallelStrategy, with a checkpoint every other step."""
-    import lightning
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    """Fit under Lightning's ModelParallelStrategy."""
     from lightning.pytorch.strategies import ModelParallelStrategy
-    from torch.distributed.fsdp import fully_shard
 
-    class Regression(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.model = nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 1))
-
-        def configure_model(self):
-            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
-
-        def training_step(self, batch, index):
-            return self.model(batch[0]).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, max_steps=4, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder,
-        strategy=ModelParallelStrategy(
-            data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=True, process_group_backend="gloo"
-        ),
-        callbacks=[ModelCheckpoint(f"{folder}/checkpoints", every_n_train_steps=2, save_top_k=-1)],
-    )  # fmt: skip
-    rows = torch.utils.data.TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
-    trainer.fit(Regression(), torch.utils.data.DataLoader(rows, batch_size=2))
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+    strategy = ModelParallelStrategy(**sizes, save_distributed_checkpoint=True, process_group_backend="gloo")
+    fitted(folder, strategy, 4, is_sharded=True)
 
 
 def test_lightning_under_fsdp2(tmp_path):
@@ -173,10 +157,9 @@ def peft_run(folder: str) -> dict[str, torch.Tensor]:
         rank_pattern={"h.1.attn.c_attn": 2}, init_lora_weights=False, task_type="CAUSAL_LM", fan_in_fan_out=True,
     )  # fmt: skip
     model = get_peft_model(model, settings)
-    ids = torch.arange(16).view(2, 8)
-    train(model, lambda module: module(input_ids=ids, labels=ids).loss, folder, "tuned")
+    train(model, lambda module: module(input_ids=IDS, labels=IDS).loss, folder, "tuned")
     with torch.no_grad():
-        return model.eval()(input_ids=ids).logits
+        return model.eval()(input_ids=IDS).logits
 
 
 def untied_gpt2() -> Any:
@@ -188,26 +171,33 @@ def untied_gpt2() -> Any:
     )
 
 
-def test_peft(tmp_path):
-    importlib.import_module("torchvision_operators")  # before transformers looks for torchvision
+IDS = torch.arange(16).view(2, 8)
+
+
+def adapts(folder: Path, source: Path, logits: torch.Tensor, **tag: str) -> None:
+    """Assert that a checkpoint becomes an adapter, and a merged model, that PEFT and transformers load."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    logits, _ = run_on_ranks(peft_run, 2, str(tmp_path), timeout=800, imports=("torchvision_operators", "peft"))
-    ids = torch.arange(16).view(2, 8)
-    report = aggregate(tmp_path, tmp_path / "adapter", what="adapter", tag="tuned", progress=False)
+    report = aggregate(source, folder / "adapter", what="adapter", progress=False, **tag)
     assert not report.warnings
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
     with torch.no_grad():
-        assert not torch.allclose(base.eval()(ids).logits, logits, atol=1e-2), "training changed nothing"
-        adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-        assert torch.allclose(adapted(input_ids=ids).logits, logits, atol=1e-5)
-        aggregate(tmp_path, tmp_path / "merged", merge_lora=True, tag="tuned", progress=False)
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-        assert torch.allclose(merged(ids).logits, logits, atol=1e-4)
+        assert not torch.allclose(base(IDS).logits, logits, atol=1e-2), "training changed nothing"
+        adapted = PeftModel.from_pretrained(base, folder / "adapter").eval()
+        assert torch.allclose(adapted(input_ids=IDS).logits, logits, atol=1e-5)
+        aggregate(source, folder / "merged", merge_lora=True, progress=False, **tag)
+        merged = AutoModelForCausalLM.from_pretrained(folder / "merged").eval()
+        assert torch.allclose(merged(IDS).logits, logits, atol=1e-4)
         ours, theirs = merged.state_dict(), adapted.merge_and_unload().state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
+
+
+def test_peft(tmp_path):
+    importlib.import_module("torchvision_operators")  # before transformers looks for torchvision
+    logits, _ = run_on_ranks(peft_run, 2, str(tmp_path), timeout=800, imports=("torchvision_operators", "peft"))
+    adapts(tmp_path, tmp_path, logits, tag="tuned")
 
 
 def peft_under_fsdp2(folder: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -230,9 +220,8 @@ def peft_under_fsdp2(folder: str) -> tuple[dict[str, torch.Tensor], torch.Tensor
     model = get_peft_model(model, settings)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    ids = torch.arange(16).view(2, 8)
     for _ in range(3):
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(input_ids=IDS, labels=IDS).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     weights, states = get_state_dict(model, optimizer)
@@ -244,33 +233,20 @@ def peft_under_fsdp2(folder: str) -> tuple[dict[str, torch.Tensor], torch.Tensor
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     adapter = {name: value.clone() for name, value in get_peft_model_state_dict(model, state_dict=whole).items()}
     with torch.no_grad():
-        logits = model.eval()(input_ids=ids).logits
+        logits = model.eval()(input_ids=IDS).logits
     dist.destroy_process_group()
     return adapter, logits
 
 
 def test_peft_under_fsdp2(tmp_path):
     importlib.import_module("torchvision_operators")
-    from peft import PeftModel
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
 
     imports = ("torchvision_operators", "peft")
     (adapter, logits), _ = run_on_ranks(peft_under_fsdp2, 2, str(tmp_path), timeout=800, imports=imports)
-    report = aggregate(tmp_path / "checkpoint-3", tmp_path / "adapter", what="adapter", progress=False)
+    adapts(tmp_path, tmp_path / "checkpoint-3", logits)
     found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert found.keys() == adapter.keys() and all(torch.equal(found[name], adapter[name]) for name in found)
-    assert not report.warnings
-    ids = torch.arange(16).view(2, 8)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
-    with torch.no_grad():
-        assert not torch.allclose(base(ids).logits, logits, atol=1e-2)
-        adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-        assert torch.allclose(adapted(input_ids=ids).logits, logits, atol=1e-5)
-    aggregate(tmp_path / "checkpoint-3", tmp_path / "merged", merge_lora=True, progress=False)
-    merged, theirs = load_file(tmp_path / "merged" / "model.safetensors"), adapted.merge_and_unload().state_dict()
-    assert merged.keys() == theirs.keys()
-    assert all(torch.allclose(merged[name], theirs[name], atol=1e-6) for name in merged)
 
 
 def small_diffusers() -> dict[str, tuple[Any, Any]]:

@@ -42,16 +42,10 @@ def denoised(
     clip: bool = False,
     weights: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
 ) -> Result:
-    """Train a model to predict the noise in images, in the loop of diffusers' examples.
+    """Train a model to predict the noise in images of a size, in the loop of diffusers' examples.
 
-    Args:
-        run: of the program.
-        model: to be trained, but for what is frozen.
-        predict: ``predict(model, noisy, steps, batch, generator)`` returns the noise.
-        size: height and width of the images.
-        offset: share of noise that a whole channel has in common.
-        clip: whether gradients are clipped.
-        weights: ``weights(schedule, steps)`` weighs the losses of the images.
+    ``predict(model, noisy, steps, batch, generator)`` returns the noise, ``weights(schedule, steps)`` weighs losses;
+    `offset` is the share of noise that a whole channel has in common.
     """
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs

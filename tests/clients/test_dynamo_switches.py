@@ -1,6 +1,6 @@
 """Programs that ask for the backend by their library's own switch of torch.compile, without the section.
 
-``accelerate launch`` and a plain Trainer are in tests/compile/contract/test_ecosystem_switches.py.
+``accelerate launch`` and a plain Trainer are in tests/compile/contract/test_backend_by_name.py.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from harness import Result, Run, programs
-from small_data import VOCABULARY, images, tokens
+from small_data import VOCABULARY, tokens
 from torch import nn
 from torch.nn import functional as F
 
-PACKAGES = ("lightning", "accelerate", "transformers", "trl", "sentence-transformers")
+PACKAGES = ("lightning", "accelerate", "transformers", "trl")
 pytestmark = pytest.mark.clients
 
 NAME = "onnxrt"
@@ -31,12 +31,10 @@ def arguments(run: Run, **more: Any) -> dict[str, Any]:
     return {**common, **switch, **more}
 
 
-def trained(trainer: Any, **values: Any) -> Result:
+def trained(trainer: Any) -> Result:
     """Train, and return the losses that a Trainer logs."""
     trainer.train()
-    history = trainer.state.log_history
-    values["evaluated"] = [row["eval_loss"] for row in history if "eval_loss" in row]
-    return Result([row["loss"] for row in history if "loss" in row], alive=trainer, values=values)
+    return Result([row["loss"] for row in trainer.state.log_history if "loss" in row], alive=trainer)
 
 
 def lightning_module(run: Run) -> Result:
@@ -76,18 +74,6 @@ def trl_sft(run: Run) -> Result:
     return trained(SFTTrainer(llama(), args=config, train_dataset=data, processing_class=tokenizer()))
 
 
-def trainer_with_evaluation(run: Run) -> Result:
-    """Trainer with `torch_compile_backend` on a ViT, evaluated every other step"""
-    from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, num_labels=4, **sizes, **rates))
-    rows = [{"pixel_values": row["image"], "labels": row["label"]} for row in images(24, size=16)]
-    made = TrainingArguments(**arguments(run, eval_strategy="steps", eval_steps=2, remove_unused_columns=False))
-    return trained(Trainer(model, made, train_dataset=rows[:20], eval_dataset=rows[20:]))
-
-
 def trainer_with_generation(run: Run) -> Result:
     """Seq2SeqTrainer with `torch_compile_backend` on a T5, which generates afterwards"""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
@@ -97,25 +83,10 @@ def trainer_with_generation(run: Run) -> Result:
     made = Seq2SeqTrainingArguments(**arguments(run, learning_rate=0.1, predict_with_generate=True))
     trainer = Seq2SeqTrainer(model, made, train_dataset=tokens(20))
     result = trained(trainer)
-    result.values["generated"] = trainer.predict(tokens(4, seed=1)).predictions.tolist()
+    result.values = {"generated": trainer.predict(tokens(4, seed=1)).predictions.tolist()}
     return result
 
 
-def sentence_transformer(run: Run) -> Result:
-    """SentenceTransformerTrainer with `torch_compile_backend`"""
-    from datasets import Dataset
-    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-    from sentence_transformers.losses import CosineSimilarityLoss
-    from test_sentence_transformers import bert_of, sentence
-
-    model = bert_of(run.folder)
-    pairs = {"a": [sentence(i) for i in range(20)], "b": [sentence(i + 1) for i in range(20)]}
-    data = Dataset.from_dict({**pairs, "score": [i % 2 / 1 for i in range(20)]})
-    made = SentenceTransformerTrainingArguments(**arguments(run))
-    return trained(SentenceTransformerTrainer(model, made, train_dataset=data, loss=CosineSimilarityLoss(model)))
-
-
 test_programs_of_one_process = programs(
-    lightning_module, trl_sft, trainer_with_evaluation, trainer_with_generation, sentence_transformer, stages=[0],
-    ranks=1,
+    lightning_module, trl_sft, trainer_with_generation, stages=[0], ranks=1,
 )  # fmt: skip

@@ -1,17 +1,16 @@
 """Plain loops over ``deepspeed.initialize``.
 
-Packed sequences, two engines that exchange gradients, averaged weights.
+Packed sequences, two engines that exchange gradients.
 """
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from harness import Result, Run, programs
-from small_data import VOCABULARY, images, small_convnet
+from small_data import VOCABULARY
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -94,56 +93,4 @@ def gan(run: Run) -> Result:
     return Result(losses, alive=(generator, critic))
 
 
-def distillation(run: Run) -> Result:
-    """Distillation: a student whose output goes through a frozen teacher in eval mode, which hands gradients back"""
-    torch.manual_seed(0)
-    student = engine_of(run, nn.Sequential(nn.Linear(10, 24), nn.GELU(), nn.Linear(24, 10)))
-    teacher_model = nn.Sequential(nn.Linear(10, 24), nn.Dropout(0.5), nn.BatchNorm1d(24), nn.GELU(), nn.Linear(24, 6))
-    teacher = engine_of(run, teacher_model)
-    teacher.eval()
-    losses = []
-    for step in range(6):
-        random = draws(step)
-        x = torch.randn(4, 10, generator=random)
-        with torch.no_grad():
-            wanted = teacher(x)
-        loss = F.mse_loss(teacher(student(x)), wanted.roll(1, -1))
-        student.backward(loss)
-        student.step()
-        losses.append(loss.item())
-    return Result(losses, alive=(student, teacher))
-
-
-def averaged_weights(run: Run) -> Result:
-    """EMA: a deep copy of `engine.module`, updated at every step, evaluated at the end"""
-    import deepspeed
-
-    model = small_convnet()
-    engine = engine_of(run, model, rate=1e-2)
-    parameters = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(parameters, enabled=run.stage == 3):
-        average = copy.deepcopy(model if run.stage == 3 else engine.module).requires_grad_(False)
-        shadow = [parameter.detach().clone() for parameter in parameters]
-    rows, rank, losses = images(64, size=16), torch.distributed.get_rank(), []
-    for step in range(6):
-        mine = rows[8 * step + 4 * rank :][:4]
-        scores = engine(torch.stack([row["image"] for row in mine]))
-        loss = F.cross_entropy(scores, torch.stack([row["label"] for row in mine]))
-        engine.backward(loss)
-        engine.step()
-        with deepspeed.zero.GatheredParameters(parameters, enabled=run.stage == 3), torch.no_grad():
-            for kept, parameter in zip(shadow, parameters, strict=True):
-                kept.lerp_(parameter, 0.2)
-        losses.append(loss.item())
-    norms = [kept.norm().item() for kept in shadow]
-    evaluated = None
-    if run.stage != 3:
-        for kept, parameter in zip(shadow, average.parameters(), strict=True):
-            parameter.copy_(kept)
-        average.eval()
-        evaluated = average(torch.stack([row["image"] for row in rows[:4]]))
-    names = sorted(engine.module.state_dict())
-    return Result(losses, alive=engine, values={"norms": norms, "names": names, "evaluated": evaluated})
-
-
-test_programs = programs(packed_rnn, gan, distillation, averaged_weights)
+test_programs = programs(packed_rnn, gan)

@@ -5,6 +5,7 @@ The flags that people set in their TrainingArguments, some at a time.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -19,21 +20,10 @@ PACKAGES = ("transformers", "accelerate")
 pytestmark = pytest.mark.clients
 
 
-class Rows(torch.utils.data.Dataset):
-    """A list of rows."""
-
-    def __init__(self, rows: list[dict[str, torch.Tensor]]):
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        return self.rows[i]
-
-
-def arguments(run: Run, kind: str = "TrainingArguments", **flags: Any) -> Any:
-    """Return training arguments as people have them."""
+def trainer_of(
+    run: Run, model: Any, rows: list, flags: dict[str, Any], kind: type | str = "Trainer", **more: Any
+) -> Any:
+    """Return a Trainer with `flags` in its arguments, as people have them, and `more` arguments of its own."""
     import transformers
 
     begin_trainer()
@@ -51,9 +41,12 @@ def arguments(run: Run, kind: str = "TrainingArguments", **flags: Any) -> Any:
         "disable_tqdm": True,
         "seed": 3,
     }
-    made = getattr(transformers, kind)(**{**common, **flags})
-    assert made.world_size == int(os.environ["WORLD_SIZE"])
-    return made
+    is_sequence = kind == "Seq2SeqTrainer"
+    arguments = transformers.Seq2SeqTrainingArguments if is_sequence else transformers.TrainingArguments
+    args = arguments(**{**common, **flags})
+    assert args.world_size == int(os.environ["WORLD_SIZE"])
+    trainer_class = getattr(transformers, kind) if isinstance(kind, str) else kind
+    return trainer_class(model=model(), args=args, train_dataset=rows, **more)
 
 
 def bart() -> torch.nn.Module:
@@ -83,27 +76,24 @@ def result(trainer: Any, **values: Any) -> Result:
     return Result(logged(trainer), alive=trainer, values=values)
 
 
-# -- causal language models --------------------------------------------------------------------------------------------
-
-
 def evaluation_and_best_model(run: Run) -> Result:
     """Trainer: `eval_strategy`, `load_best_model_at_end`, `save_total_limit`, early stopping, resumption, `predict`"""
-    from transformers import EarlyStoppingCallback, Trainer
+    from transformers import EarlyStoppingCallback
 
-    def trainer(**flags: Any) -> Any:
-        made = arguments(
-            run, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, save_total_limit=2,
-            load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False, **flags,
-        )  # fmt: skip
-        return Trainer(
-            model=small_gpt2(), args=made, train_dataset=Rows(tokens(32)), eval_dataset=Rows(tokens(13, seed=1)),
-            callbacks=[EarlyStoppingCallback(early_stopping_patience=3)],
-        )  # fmt: skip
+    flags = {
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False,
+    }  # fmt: skip
+
+    def trainer() -> Any:
+        callbacks = [EarlyStoppingCallback(early_stopping_patience=3)]
+        evaluation = tokens(13, seed=1)
+        return trainer_of(run, small_gpt2, tokens(32), flags, eval_dataset=evaluation, callbacks=callbacks)
 
     first = trainer()
     first.train()
     best = Path(first.state.best_model_checkpoint).name
-    predicted = first.predict(Rows(tokens(6, seed=2)))
+    predicted = first.predict(tokens(6, seed=2))
     first.save_model(str(run.folder / "final"))
     kept = sorted(path.name for path in (run.folder / "output").glob("checkpoint-*"))
     second = trainer()
@@ -116,50 +106,35 @@ def evaluation_and_best_model(run: Run) -> Result:
 
 def accumulation_and_clipping(run: Run) -> Result:
     """Trainer: `gradient_accumulation_steps`, `max_grad_norm`, cosine schedule, warm-up, weight decay"""
-    from transformers import Trainer
-
     flags = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5}
-    trainer = Trainer(
-        model=small_gpt2(), args=arguments(run, gradient_accumulation_steps=3, adam_beta2=0.95, **flags),
-        train_dataset=Rows(tokens(64)),
-    )  # fmt: skip
+    flags |= {"gradient_accumulation_steps": 3, "adam_beta2": 0.95}
+    trainer = trainer_of(run, small_gpt2, tokens(64), flags)
     trainer.train()
     return result(trainer, norms=[float(norm) for norm in logged(trainer, "grad_norm")])
 
 
 def gradient_checkpointing(run: Run) -> Result:
     """Trainer: `gradient_checkpointing=True`"""
-    from transformers import Trainer
-
-    trainer = Trainer(
-        model=small_gpt2(), args=arguments(run, gradient_checkpointing=True), train_dataset=Rows(tokens(32))
-    )
+    trainer = trainer_of(run, small_gpt2, tokens(32), {"gradient_checkpointing": True})
     trainer.train()
     return result(trainer)
 
 
-# -- classification ----------------------------------------------------------------------------------------------------
-
-
 def classification(run: Run) -> Result:
     """Trainer: `label_smoothing_factor`, `group_by_length`, `include_for_metrics`, `compute_metrics`, epochs"""
-    from transformers import Trainer
-
     seen: list[tuple[int, ...]] = []
 
     def metrics(prediction: Any) -> dict[str, float]:
         seen.append(tuple(prediction.inputs.shape[:1]))
         return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
-    made = arguments(
-        run, max_steps=-1, num_train_epochs=2, eval_strategy="epoch", label_smoothing_factor=0.1,
-        train_sampling_strategy="group_by_length", include_for_metrics=["inputs", "loss"], eval_accumulation_steps=1,
-        logging_first_step=True, dataloader_drop_last=True, eval_on_start=True,
-    )  # fmt: skip
-    trainer = Trainer(
-        model=small_bert(), args=made, train_dataset=Rows(sentence_pairs(33)),
-        eval_dataset=Rows(sentence_pairs(16, seed=1)), data_collator=padded, compute_metrics=metrics,
-    )  # fmt: skip
+    flags = {
+        "max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch", "label_smoothing_factor": 0.1,
+        "train_sampling_strategy": "group_by_length", "include_for_metrics": ["inputs", "loss"],
+        "eval_accumulation_steps": 1, "logging_first_step": True, "dataloader_drop_last": True, "eval_on_start": True,
+    }  # fmt: skip
+    evaluation = {"eval_dataset": sentence_pairs(16, seed=1), "compute_metrics": metrics}
+    trainer = trainer_of(run, small_bert, sentence_pairs(33), flags, data_collator=padded, **evaluation)
     trainer.train()
     assert seen and all(rows == (16,) for rows in seen), seen
     return result(trainer, accuracy=logged(trainer, "eval_accuracy"))
@@ -186,61 +161,48 @@ def batch_size_that_fits(run: Run) -> Result:
             self.steps += 1
 
     counter = Counter()
-    made = arguments(run, auto_find_batch_size=True, per_device_train_batch_size=5, remove_unused_columns=False)
-    trainer = Weighted(
-        model=small_bert(), args=made, train_dataset=Rows(sentence_pairs(40)), data_collator=padded, callbacks=[counter]
-    )
+    flags = {"auto_find_batch_size": True, "per_device_train_batch_size": 5, "remove_unused_columns": False}
+    more = {"data_collator": padded, "callbacks": [counter]}
+    trainer = trainer_of(run, small_bert, sentence_pairs(40), flags, Weighted, **more)
     trainer.train()
     return result(trainer, steps=counter.steps, batch=trainer._train_batch_size)
 
 
-# -- sequence to sequence ----------------------------------------------------------------------------------------------
-
-
 def translation(run: Run) -> Result:
     """Seq2SeqTrainer: `predict_with_generate`, beams, `generation_max_length`, metrics of the generated tokens"""
-    from transformers import Seq2SeqTrainer
-
     generated: list[Any] = []
 
     def metrics(prediction: Any) -> dict[str, float]:
         generated.append(prediction.predictions.tolist())
         return {"length": float((prediction.predictions != 0).sum(-1).mean())}
 
-    made = arguments(
-        run, "Seq2SeqTrainingArguments", predict_with_generate=True, generation_max_length=8, generation_num_beams=2,
-        eval_strategy="steps", eval_steps=3, label_smoothing_factor=0.1, sortish_sampler=False,
-    )  # fmt: skip
-    trainer = Seq2SeqTrainer(
-        model=bart(), args=made, train_dataset=Rows(tokens(32, length=8)),
-        eval_dataset=Rows(tokens(6, length=8, seed=1)), compute_metrics=metrics,
-    )  # fmt: skip
+    flags = {
+        "predict_with_generate": True, "generation_max_length": 8, "generation_num_beams": 2, "eval_strategy": "steps",
+        "eval_steps": 3, "label_smoothing_factor": 0.1, "sortish_sampler": False,
+    }  # fmt: skip
+    evaluation = {"eval_dataset": tokens(6, length=8, seed=1), "compute_metrics": metrics}
+    trainer = trainer_of(run, bart, tokens(32, length=8), flags, "Seq2SeqTrainer", **evaluation)
     trainer.train()
-    predicted = trainer.predict(Rows(tokens(4, length=8, seed=2)), max_length=6)
+    predicted = trainer.predict(tokens(4, length=8, seed=2), max_length=6)
     return result(trainer, generated=generated, predicted=predicted.predictions.tolist())
-
-
-# -- saving ------------------------------------------------------------------------------------------------------------
 
 
 def saved_and_loaded(run: Run) -> Result:
     """Trainer: `save_only_model`, `save_model`, `from_pretrained` of what was saved, a second training from it"""
     from safetensors.torch import load_file
-    from transformers import Trainer
+    from transformers import BertForSequenceClassification
 
     flags = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_only_model": True}
-    first = Trainer(
-        model=small_bert(), args=arguments(run, **flags), train_dataset=Rows(sentence_pairs(32)), data_collator=padded
-    )
+    first = trainer_of(run, small_bert, sentence_pairs(32), flags, data_collator=padded)
     first.train()
-    first.save_model(str(run.folder / "final"))
+    final = str(run.folder / "final")
+    first.save_model(final)
     torch.distributed.barrier()
     weights = load_file(run.folder / "final/model.safetensors")
     norms = {name: weight.float().norm().item() for name, weight in weights.items()}
-    second = Trainer(
-        model=type(small_bert()).from_pretrained(str(run.folder / "final")), args=arguments(run, **flags),
-        train_dataset=Rows(sentence_pairs(32, seed=4)), data_collator=padded,
-    )  # fmt: skip
+    rows = sentence_pairs(32, seed=4)
+    loaded = functools.partial(BertForSequenceClassification.from_pretrained, final)
+    second = trainer_of(run, loaded, rows, flags, data_collator=padded)
     second.train()
     state = json.loads((run.folder / "output/checkpoint-4/trainer_state.json").read_text())
     values = {"norms": norms, "steps": state["global_step"]}

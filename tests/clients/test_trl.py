@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 from pathlib import Path
@@ -76,21 +77,37 @@ def options(run: Run, **more: Any) -> dict[str, Any]:
     return {**common, **more}
 
 
-def lora(**more: Any) -> Any:
-    """Return LoRA without dropout on the attention of the model."""
-    from peft import LoraConfig
+def trained(run: Run, kind: str, data: Any, settings: dict[str, Any], module: str = "trl", **arguments: Any) -> Result:
+    """Train a small Llama by a trainer, such as "DPO", with `settings` of its config and more `arguments`.
 
-    return LoraConfig(
-        r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **more
-    )
-
-
-def trained(trainer: Any, **values: Any) -> Result:
-    """Train; return the logged losses and, to be compared too, gradient norms and what else the trainer logs."""
+    Returns the logged losses and, to be compared too, gradient norms and what else the trainer logs.
+    """
+    trl = importlib.import_module(module)
+    config = getattr(trl, f"{kind}Config")(**options(run, **settings))
+    arguments = {"model": llama(), "processing_class": tokenizer(), "train_dataset": data, **arguments}
+    trainer = getattr(trl, f"{kind}Trainer")(args=config, **arguments)
     trainer.train()
     log = [row for row in trainer.state.log_history if "loss" in row]
     logged = [{name: float(row[name]) for name in COMPARED if name in row} for row in log]
-    return Result([row["loss"] for row in log], alive=trainer, values={"logged": logged, **values})
+    return Result([row["loss"] for row in log], alive=trainer, values={"logged": logged})
+
+
+def lora() -> Any:
+    """Return LoRA without dropout on the attention of the model."""
+    from peft import LoraConfig
+
+    names = ["q_proj", "v_proj"]
+    return LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=names, task_type="CAUSAL_LM")
+
+
+def saved(run: Run, result: Result, file: str) -> Result:
+    """Return the result with the sizes of the weights that the trainer's `save_model` writes."""
+    from safetensors.torch import load_file
+
+    result.alive.save_model(str(run.folder / "model"))
+    torch.distributed.barrier()
+    result.values["saved"] = {name: list(w.shape) for name, w in load_file(run.folder / "model" / file).items()}
+    return result
 
 
 # -- supervised fine-tuning --------------------------------------------------------------------------------------------
@@ -98,51 +115,26 @@ def trained(trainer: Any, **values: Any) -> Result:
 
 def sft(run: Run) -> Result:
     """SFTTrainer on lines of text, `save_model`"""
-    from safetensors.torch import load_file
-    from trl import SFTConfig, SFTTrainer
-
-    trainer = SFTTrainer(
-        model=llama(), args=SFTConfig(**options(run, max_length=32)), train_dataset=rows(text=texts(32)),
-        eval_dataset=rows(text=texts(5)), processing_class=tokenizer(),
-    )  # fmt: skip
-    result = trained(trainer)
-    result.values["evaluated"] = trainer.evaluate()["eval_loss"]
-    trainer.save_model(str(run.folder / "model"))
-    torch.distributed.barrier()
-    result.values["saved"] = {n: list(w.shape) for n, w in load_file(run.folder / "model/model.safetensors").items()}
-    return result
+    result = trained(run, "SFT", rows(text=texts(32)), {"max_length": 32}, eval_dataset=rows(text=texts(5)))
+    result.values["evaluated"] = result.alive.evaluate()["eval_loss"]
+    return saved(run, result, "model.safetensors")
 
 
 def sft_lora_packing(run: Run) -> Result:
     """SFTTrainer with LoRA and packing, `save_model` of the adapter"""
-    from safetensors.torch import load_file
-    from trl import SFTConfig, SFTTrainer
-
-    trainer = SFTTrainer(
-        model=llama(), args=SFTConfig(**options(run, max_length=32, packing=True)),
-        train_dataset=rows(text=texts(64)), processing_class=tokenizer(), peft_config=lora(),
-    )  # fmt: skip
-    result = trained(trainer)
-    trainer.save_model(str(run.folder / "adapter"))
-    torch.distributed.barrier()
-    saved = load_file(run.folder / "adapter/adapter_model.safetensors")
-    result.values["saved"] = {name: list(weight.shape) for name, weight in saved.items()}
-    return result
+    settings = {"max_length": 32, "packing": True}
+    return saved(
+        run, trained(run, "SFT", rows(text=texts(64)), settings, peft_config=lora()), "adapter_model.safetensors"
+    )
 
 
 def sft_conversations(run: Run) -> Result:
     """SFTTrainer on prompts and completions in chat form, DFT loss, accumulation over two batches"""
-    from trl import SFTConfig, SFTTrainer
-
     lines = texts(64)
     prompts = [[{"role": "user", "content": line}] for line in lines[:32]]
     completions = [[{"role": "assistant", "content": line}] for line in lines[32:]]
-    arguments = options(run, max_length=64, loss_type="dft", gradient_accumulation_steps=2)
-    trainer = SFTTrainer(
-        model=llama(), args=SFTConfig(**arguments), train_dataset=rows(prompt=prompts, completion=completions),
-        processing_class=tokenizer(),
-    )  # fmt: skip
-    return trained(trainer)
+    settings = {"max_length": 64, "loss_type": "dft", "gradient_accumulation_steps": 2}
+    return trained(run, "SFT", rows(prompt=prompts, completion=completions), settings)
 
 
 # -- preferences -------------------------------------------------------------------------------------------------------
@@ -155,52 +147,31 @@ def preferences() -> Any:
 
 def dpo(run: Run) -> Result:
     """DPOTrainer with a reference model"""
-    from trl import DPOConfig, DPOTrainer
-
-    arguments = DPOConfig(**options(run, max_length=64))
-    trainer = DPOTrainer(
-        model=llama(), ref_model=llama(1), args=arguments, train_dataset=preferences(), processing_class=tokenizer()
-    )
-    return trained(trainer)
+    return trained(run, "DPO", preferences(), {"max_length": 64}, ref_model=llama(1))
 
 
 def dpo_lora(run: Run) -> Result:
     """DPOTrainer with LoRA, whose reference is the model without the adapter"""
-    from trl import DPOConfig, DPOTrainer
-
-    arguments = DPOConfig(**options(run, max_length=64))
-    trainer = DPOTrainer(
-        model=llama(), args=arguments, train_dataset=preferences(), processing_class=tokenizer(), peft_config=lora()
-    )
-    return trained(trainer)
+    return trained(run, "DPO", preferences(), {"max_length": 64}, peft_config=lora())
 
 
 def kto(run: Run) -> Result:
     """KTOTrainer with a reference model"""
-    from trl import KTOConfig, KTOTrainer
-
     lines = texts(64)
     data = rows(prompt=lines[:32], completion=[f" {t}" for t in lines[32:]], label=[i % 2 == 0 for i in range(32)])
-    arguments = KTOConfig(**options(run, max_length=64, per_device_train_batch_size=4))
-    trainer = KTOTrainer(
-        model=llama(), ref_model=llama(1), args=arguments, train_dataset=data, processing_class=tokenizer()
-    )
-    return trained(trainer)
+    return trained(run, "KTO", data, {"max_length": 64, "per_device_train_batch_size": 4}, ref_model=llama(1))
 
 
 def reward_model(run: Run) -> Result:
     """RewardTrainer on a classifier with one label"""
-    from trl import RewardConfig, RewardTrainer
-
     lines = texts(64)
-    trainer = RewardTrainer(
-        model=scorer(), args=RewardConfig(**options(run, max_length=32)),
-        train_dataset=rows(chosen=lines[:32], rejected=lines[32:]), processing_class=tokenizer(),
-    )  # fmt: skip
-    return trained(trainer)
+    return trained(run, "Reward", rows(chosen=lines[:32], rejected=lines[32:]), {"max_length": 32}, model=scorer())
 
 
 # -- generation and reward ---------------------------------------------------------------------------------------------
+
+
+GENERATION = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8}
 
 
 def distinct_words(completions: list[str], **more: Any) -> list[float]:
@@ -217,93 +188,59 @@ def on_folder(run: Run) -> str:
     return folder
 
 
+def scored(run: Run, kind: str, settings: dict[str, Any], **arguments: Any) -> Result:
+    """Train by a trainer that generates completions of prompts and scores them."""
+    arguments = {"reward_funcs": distinct_words, **arguments}
+    return trained(run, kind, rows(prompt=texts(16)), {**GENERATION, **settings}, **arguments)
+
+
 def grpo(run: Run) -> Result:
     """GRPOTrainer: generates, scores, trains against a reference that it loads itself (`beta`)"""
-    from trl import GRPOConfig, GRPOTrainer
+    import deepspeed
 
-    more = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "beta": 0.1}
-    arguments = GRPOConfig(**options(run, model_init_kwargs={"dtype": "float32"}, **more))
-    trainer = GRPOTrainer(
-        model=on_folder(run), args=arguments, train_dataset=rows(prompt=texts(16)), processing_class=tokenizer(),
-        reward_funcs=distinct_words,
-    )  # fmt: skip
-    return trained(trainer)
+    deepspeed.init_distributed("gloo", verbose=False)
+    return scored(run, "GRPO", {"model_init_kwargs": {"dtype": "float32"}, "beta": 0.1}, model=on_folder(run))
 
 
 def grpo_lora(run: Run) -> Result:
     """GRPOTrainer with LoRA, two updates for each generation"""
-    from trl import GRPOConfig, GRPOTrainer
-
-    more = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "num_iterations": 2}
-    trainer = GRPOTrainer(
-        model=llama(), args=GRPOConfig(**options(run, **more)), train_dataset=rows(prompt=texts(16)),
-        processing_class=tokenizer(), reward_funcs=distinct_words, peft_config=lora(),
-    )  # fmt: skip
-    return trained(trainer)
+    return scored(run, "GRPO", {"num_iterations": 2}, peft_config=lora())
 
 
 def rloo(run: Run) -> Result:
     """RLOOTrainer: generates, scores, trains"""
-    from trl import RLOOConfig, RLOOTrainer
-
-    more = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "beta": 0.0}
-    trainer = RLOOTrainer(
-        model=llama(), args=RLOOConfig(**options(run, **more)), train_dataset=rows(prompt=texts(16)),
-        processing_class=tokenizer(), reward_funcs=distinct_words,
-    )  # fmt: skip
-    return trained(trainer)
+    return scored(run, "RLOO", {"beta": 0.0})
 
 
 def grpo_reward_model(run: Run) -> Result:
     """GRPOTrainer with a reward model, which it prepares as an engine and calls under `torch.inference_mode()`"""
-    from trl import GRPOConfig, GRPOTrainer
-
-    more = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "max_steps": 4}
     reward = scorer(3)  # before there is a config for ZeRO-3
-    trainer = GRPOTrainer(
-        model=llama(), args=GRPOConfig(**options(run, **more, importance_sampling_level="sequence")),
-        train_dataset=rows(prompt=texts(16)), processing_class=tokenizer(),
-        reward_funcs=reward, reward_processing_classes=tokenizer(),
-    )  # fmt: skip
-    return trained(trainer)
+    settings = {"max_steps": 4, "importance_sampling_level": "sequence"}
+    return scored(run, "GRPO", settings, reward_funcs=reward, reward_processing_classes=tokenizer())
 
 
 def gkd(run: Run) -> Result:
     """GKDTrainer of `trl.experimental` with a teacher, on conversations"""
-    from trl.experimental.gkd import GKDConfig, GKDTrainer
-
     lines = texts(64)
     talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in zip(lines, lines[32:])]
-    trainer = GKDTrainer(
-        model=llama(), teacher_model=llama(1), args=GKDConfig(**options(run, max_length=64, lmbda=0.0, beta=0.5)),
-        train_dataset=rows(messages=talks), processing_class=tokenizer(),
-    )  # fmt: skip
-    return trained(trainer)
+    settings = {"max_length": 64, "lmbda": 0.0, "beta": 0.5}
+    return trained(run, "GKD", rows(messages=talks), settings, "trl.experimental.gkd", teacher_model=llama(1))
 
 
 def orpo_and_cpo(run: Run) -> Result:
     """ORPOTrainer and CPOTrainer (SimPO's loss) of `trl.experimental`"""
-    from trl.experimental.cpo import CPOConfig, CPOTrainer
-    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
-
-    arguments = options(run, max_length=64, max_steps=4)
-    common = {"train_dataset": preferences(), "processing_class": tokenizer()}
-    first = trained(ORPOTrainer(model=llama(), args=ORPOConfig(**arguments), **common))
-    simpo = CPOConfig(**arguments, loss_type="simpo", cpo_alpha=0.5)
-    second = trained(CPOTrainer(model=llama(), args=simpo, **common))
+    settings = {"max_length": 64, "max_steps": 4}
+    first = trained(run, "ORPO", preferences(), settings, "trl.experimental.orpo")
+    settings |= {"loss_type": "simpo", "cpo_alpha": 0.5}
+    second = trained(run, "CPO", preferences(), settings, "trl.experimental.cpo")
     return Result([*first.losses, *second.losses], alive=(first.alive, second.alive))
 
 
 def online_dpo(run: Run) -> Result:
     """OnlineDPOTrainer of `trl.experimental`: generates pairs, has a reference model"""
-    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-
-    arguments = options(run, max_new_tokens=6, max_length=40, max_steps=4)
-    trainer = OnlineDPOTrainer(
-        model=llama(), ref_model=llama(1), reward_funcs=distinct_words, args=OnlineDPOConfig(**arguments),
-        train_dataset=rows(prompt=texts(16)), processing_class=tokenizer(),
-    )  # fmt: skip
-    return trained(trainer)
+    settings = {"max_new_tokens": 6, "max_length": 40, "max_steps": 4}
+    models = {"ref_model": llama(1), "reward_funcs": distinct_words}
+    return trained(run, "OnlineDPO", rows(prompt=texts(16)), settings, "trl.experimental.online_dpo", **models)
 
 
 # -- what comes of it --------------------------------------------------------------------------------------------------
