@@ -551,19 +551,9 @@ def frames(generator: torch.Generator) -> Batch:
     return {"x": torch.randn(4, 12, CHANNELS, generator=generator)}
 
 
-def signal(generator: torch.Generator) -> Batch:
-    """Return one-dimensional signals: rows, channels, steps."""
-    return {"x": torch.randn(4, CHANNELS, 12, generator=generator)}
-
-
 def planes(generator: torch.Generator) -> Batch:
     """Return feature maps: rows, channels, height, width."""
     return {"x": torch.randn(2, CHANNELS, 8, 8, generator=generator)}
-
-
-def volumes(generator: torch.Generator) -> Batch:
-    """Return three-dimensional feature maps."""
-    return {"x": torch.randn(2, CHANNELS, 4, 4, 4, generator=generator)}
 
 
 def words(generator: torch.Generator) -> Batch:
@@ -672,42 +662,9 @@ LAYERS = (
         "MultiheadAttention", frames, lambda net, x: torch.cat(net.attention(x, x, x), -1),
         attention=_make(nn.MultiheadAttention, CHANNELS, 4, batch_first=True),
     ),
-    _layers("Conv1d", signal, lambda net, x: net.conv(x), conv=_make(nn.Conv1d, CHANNELS, 8, 3, padding=1)),
-    _layers("Conv2d", planes, lambda net, x: net.conv(x), conv=_make(nn.Conv2d, CHANNELS, 8, 3, stride=2)),
-    _layers("Conv3d", volumes, lambda net, x: net.conv(x), conv=_make(nn.Conv3d, CHANNELS, 8, 3, padding=1)),
-    _layers(
-        "ConvTranspose2d", planes, lambda net, x: net.conv(x),
-        conv=_make(nn.ConvTranspose2d, CHANNELS, 8, 3, stride=2, padding=1, output_padding=1),
-    ),
-    _layers(
-        "Conv2d grouped and dilated", planes, lambda net, x: net.dilated(net.depthwise(x)),
-        depthwise=_make(nn.Conv2d, CHANNELS, CHANNELS, 3, padding=1, groups=CHANNELS),
-        dilated=_make(nn.Conv2d, CHANNELS, 8, 3, dilation=2, groups=4),
-    ),
     _layers(
         "EmbeddingBag", words, lambda net, x: torch.cat([net.mean(x), net.sum(x)], -1),
         mean=_make(nn.EmbeddingBag, VOCABULARY, CHANNELS), sum=_make(nn.EmbeddingBag, VOCABULARY, CHANNELS, mode="sum"),
-    ),
-    _layers(
-        "GroupNorm", planes, lambda net, x: net.norm(net.conv(x)).relu(),
-        conv=_make(nn.Conv2d, CHANNELS, 8, 1), norm=_make(nn.GroupNorm, 4, 8),
-    ),
-    _layers(
-        "InstanceNorm2d", planes, lambda net, x: net.norm(net.conv(x)).relu(),
-        conv=_make(nn.Conv2d, CHANNELS, 8, 1), norm=_make(nn.InstanceNorm2d, 8, affine=True),
-    ),
-    _layers(
-        "RMSNorm", frames, lambda net, x: net.norm(net.linear(x)).relu(),
-        linear=_linear, norm=_make(nn.RMSNorm, CHANNELS),
-    ),
-    _layers(
-        "BatchNorm2d", planes, lambda net, x: net.second(net.deep(net.first(net.conv(x)).relu())).relu(),
-        conv=_make(nn.Conv2d, CHANNELS, 8, 3), first=_make(nn.BatchNorm2d, 8),
-        deep=_make(nn.Conv2d, 8, 8, 3), second=_make(nn.BatchNorm2d, 8),
-    ),
-    _layers(
-        "Bilinear", frames, lambda net, x: net.bilinear(x, x.flip(1)),
-        bilinear=_make(nn.Bilinear, CHANNELS, CHANNELS, 8),
     ),
     _layers("pooling", planes, _pooling, conv=_make(nn.Conv2d, CHANNELS, 8, 1)),
     _layers(
@@ -715,7 +672,6 @@ LAYERS = (
         conv=_make(nn.Conv2d, CHANNELS, 16, 1), shuffle=_make(nn.PixelShuffle, 2),
         nearest=_make(nn.Upsample, scale_factor=2),
     ),
-    _layers("GLU", frames, lambda net, x: net.glu(net.linear(x)), linear=_linear, glu=nn.GLU),
     _layers("activations", frames, _activations, linear=_linear, prelu=nn.PReLU),
     _layers(
         "Embedding and einsum", words, _einsum,
