@@ -173,8 +173,8 @@ def assert_alike(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "case"),
-    [(COMMON, case) for case in cases(COMMON)]
-    + [pytest.param(OTHERS, case, marks=pytest.mark.slow) for case in cases(OTHERS)],
+    [pytest.param(COMMON, case, id=" ".join(case)) for case in cases(COMMON)]
+    + [pytest.param(OTHERS, case, id=" ".join(case), marks=pytest.mark.slow) for case in cases(OTHERS)],
 )
 def test_gradients_are_those_of_pytorch(settings: tuple[str, ...], case: tuple[str, str]):
     for reports in _launch(settings):
