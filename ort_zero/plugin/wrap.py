@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ort_zero import config, env, log
 from ort_zero.compat import torch_compile
+from ort_zero.compat.torch_modules import modules_of
 from ort_zero.cpu_memory import measures
 from ort_zero.errors import ConfigError
 from ort_zero.plugin import collected_script, compile_progress, loading, profiled_script, statistics, summary
@@ -73,9 +74,10 @@ def unwrap(model: Any) -> Any:
     Args:
         model: a model that :func:`wrap` has returned, a copy or a part of one, or a DeepSpeed engine's module.
     """
-    from ort_zero.units import installation  # needs ONNX Runtime, which a model in PyTorch does not
+    from ort_zero.units.unit_forward import restore_forward  # needs ONNX Runtime, which a model in PyTorch does not
 
-    installation.unwrap(model)
+    for module in modules_of(model):
+        restore_forward(module)
     for running in registry.runtimes():
         if running.module is model:
             registry.unregister(running)

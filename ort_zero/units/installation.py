@@ -9,12 +9,10 @@ from typing import Any
 from torch import nn
 
 from ort_zero.compat import deepspeed, deepspeed_gradient_order, deepspeed_units
-from ort_zero.compat.torch_modules import modules_of
 from ort_zero.runtimes import registry
 from ort_zero.units.engine import Engine
 from ort_zero.units.finding import Unit
 from ort_zero.units.running_model import UnitsModel
-from ort_zero.units.unit_forward import restore_forward
 
 
 def install(model: nn.Module, engine: Engine[Any], units: Sequence[Unit], stage: int, raises: bool) -> UnitsModel:
@@ -53,10 +51,3 @@ def connect(running: UnitsModel, engine: Any) -> None:
             running.suspend(live is not None and deepspeed.flops_are_counted(live))
 
         engine.module.register_forward_pre_hook(suspend_while_counted, prepend=True)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Give the units below a model their own forwards back; return the model."""
-    for module in modules_of(model):
-        restore_forward(module)
-    return model
