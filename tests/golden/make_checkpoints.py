@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 STEPS = 3
-CLIENT_STATE = {"epoch": 3, "best": 0.5, "seen": ["a", None]}
+CLIENT_STATE = {"epoch": 3, "best": 0.5, "seen": ["a", None], "key": b"x", "last": deque([[1], 3])}
 
 
 def save(folder: str, ours: str) -> None:
@@ -35,7 +36,7 @@ def save(folder: str, ours: str) -> None:
         engine = engine_of(stage)
         train(engine, range(STEPS))
         write = engine.save_checkpoint if name == ours else _own_save(engine)
-        write(f"{folder}/{name}", tag="saved", client_state=CLIENT_STATE)
+        write(f"{folder}/{name}", tag="saved", client_state={**CLIENT_STATE, "order": torch.arange(3)})
         expected = expected_of(engine, stage)
         if torch.distributed.get_rank() == 0:
             save_file(expected, f"{folder}/{name}/expected.safetensors")

@@ -188,6 +188,12 @@ def test_names_without_wrappers(tmp_path, capsys):
     assert about["aliases"] == {"c": "layers.a.weight"}
 
 
+def test_a_prefix_is_no_pattern(tmp_path):
+    checkpoint_files.write(tmp_path / "c", {("master", f"a=b.{name}"): torch.ones(3) for name in "xy"})
+    aggregate(tmp_path / "c", tmp_path / "out", strip_prefix=["a=b."], progress=False)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"x", "y"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -89,7 +89,16 @@ def test_tensors_and_arrays_keep_dtype_and_shape():
 
 
 @pytest.mark.parametrize(
-    "written", [{"__type__": "bytes", "items": 1}, {"__type__": "tensor", "items": 3}, {"__type__": "dtype"}], ids=str
+    "written",
+    [
+        {"__type__": "bytes", "items": 1},
+        {"__type__": "tensor", "items": 3},
+        {"__type__": "dtype"},
+        {"__type__": "deque", "items": [[1], 3], "most": None},
+        {"__type__": "deque", "items": ["ab", None]},
+        {"__type__": "float", "items": [10**400]},
+    ],
+    ids=lambda written: str(written)[:60],
 )
 def test_what_is_damaged_is_a_checkpoint_error(written):
     with pytest.raises(CheckpointError, match="a stored value cannot be read"):

@@ -81,7 +81,7 @@ def core_requirements() -> list[str]:
     return [Requirement(line).name for line in parser["options"]["install_requires"].strip().splitlines()]
 
 
-@pytest.mark.parametrize("golden", ["checkpoint_v4", "deepspeed_zero2", "deepspeed_zero3"])
+@pytest.mark.parametrize("golden", ["checkpoint_v5", "deepspeed_zero2", "deepspeed_zero3"])
 def test_an_installation_without_extras_verifies_and_aggregates(tmp_path, golden):
     source = Path(__file__).resolve().parents[1] / "golden" / golden
     for command in (("verify", source), ("aggregate", source, tmp_path / "out")):

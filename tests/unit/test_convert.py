@@ -15,6 +15,7 @@ import deepspeed_states
 import pytest
 import torch
 import torch.distributed.checkpoint
+from damage import flipped
 from deepspeed_checkpoints import assert_same as assert_tensors_same
 from deepspeed_checkpoints import read
 
@@ -301,6 +302,15 @@ def test_fp32_weights_in_a_group_with_bf16_ones_keep_every_bit(tmp_path, stage):
         expected.pop("step")
         assert all(torch.equal(values[kind, name], value.float()) for kind, value in expected.items())
     assert all(value.dtype == torch.float32 for value in values.values())
+
+
+def test_a_damaged_source_is_one_error_to_dcp_too(tmp_path):
+    shutil.copytree(deepspeed_states.GOLDEN / "checkpoint_v5", tmp_path / "c")
+    flipped("rank_00001_master.safetensors", -1)(tmp_path / "c/saved")
+    command = ["convert", str(tmp_path / "c"), str(tmp_path / "out"), "--to", "dcp"]
+    done = subprocess.run([sys.executable, "-m", "ort_zero", *command], capture_output=True, text=True)
+    assert done.returncode in (1, 2) and "rank_00001_master.safetensors is damaged" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and "UserWarning" not in done.stderr
 
 
 @pytest.mark.parametrize("dtype", ["keep", "bf16"])

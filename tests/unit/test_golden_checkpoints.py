@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -52,5 +53,8 @@ def test_what_is_no_tensor_of_the_model_is_read_too():
     assert [group.options["weight_decay"] for group in source.optimizer.groups] == [0.1, 0.0]
     assert source.aliases == {"head.weight": "embed.weight"} and source.frozen == {"frozen.weight", "frozen.bias"}
     saved = read_training_state(folder, source, 0)
-    assert saved.client_state == {"epoch": 3, "best": 0.5, "seen": ["a", None]}
+    assert saved.client_state.pop("order").tolist() == [0, 1, 2]
+    assert saved.client_state == {
+        "epoch": 3, "best": 0.5, "seen": ["a", None], "key": b"x", "last": deque([[1], 3]),
+    }  # fmt: skip
     assert saved.counters["global_steps"] == STEPS and saved.lr_scheduler["last_batch_iteration"] == 2

@@ -59,7 +59,7 @@ def one_problem(folder: Path, file: str, reason: str) -> None:
 @pytest.mark.parametrize("kind", ["a FIFO", "a folder"])
 @pytest.mark.parametrize(
     ("checkpoint", "file"),
-    [("deepspeed_zero2", MODULE), ("deepspeed_zero2", STATES), ("checkpoint_v4", SHARD)],
+    [("deepspeed_zero2", MODULE), ("deepspeed_zero2", STATES), ("checkpoint_v5", SHARD)],
 )
 def test_what_is_no_file_makes_a_checkpoint_bad_and_hides_no_other_problem(tmp_path, capsys, checkpoint, file, kind):
     folder = shutil.copytree(GOLDEN / checkpoint / "saved", tmp_path / "saved")

@@ -308,7 +308,8 @@ def _prepare(
 def _missing_files(selected: Selected, small_files: Mapping[str, bytes], existing: list[str]) -> list[str]:
     """Return one sentence per kind of file that ``from_pretrained`` needs and that the destination will lack."""
     sentences = []
-    if any(b'"auto_map"' in content for content in small_files.values()):
+    has_code = any(name.endswith(".py") for name in existing)
+    if not has_code and any(b'"auto_map"' in content for content in small_files.values()):
         sentences.append(
             "the configuration names Python code (auto_map), which is not copied: put its files into the destination"
         )

@@ -6,11 +6,12 @@ torch writes the files; its planner asks for one tensor at a time, so memory hol
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter
 
 from ort_zero.checkpoint.conversions.conversion import Conversion
 from ort_zero.checkpoint.files.dtypes import is_floating, torch_dtype
@@ -64,7 +65,12 @@ def write(work: Conversion) -> None:
     if source.optimizer is not None:
         state["optim"] = {"state": _states(work, holder), "param_groups": _groups(work)}
     writer = FileSystemWriter(work.target.url, single_file_per_rank=True, thread_count=1)
-    checkpoint.save(state, storage_writer=writer, planner=_Planner(work, stored), no_dist=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one rank writes
+            checkpoint.save(state, storage_writer=writer, planner=_Planner(work, stored), no_dist=True)
+    except CheckpointException as error:  # no Exception, and its text is a traceback
+        raise next(iter(error.failures.values()))[0] from None
     work.files.update({name: work.target.size(name) or 0 for name in work.target.names()})
 
 

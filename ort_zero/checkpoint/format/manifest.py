@@ -24,7 +24,7 @@ from ort_zero.errors import CheckpointError, CorruptCheckpointError
 NAME = "manifest.json"
 LATEST = "latest"
 FORMAT = "ort_zero.checkpoint"
-VERSION = 4
+VERSION = 5
 MAX_BYTES = 4 << 30
 """Maximum size in bytes of a manifest that is read; 400 billion parameters on 512 ranks need less."""
 MAX_EXTRA_BYTES = 1 << 30

@@ -33,6 +33,12 @@ _MAX_NUMBER_BYTES = 8
 """Maximum size in bytes of a number in an array: torch has no type for numpy's long double."""
 
 
+def _deque(items: list, most: int | None) -> collections.deque:
+    if type(items) is not list:
+        raise ValueError(f"a deque of {items!r}")
+    return collections.deque(items, most)
+
+
 def _dtype(name: str) -> torch.dtype:
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
@@ -63,7 +69,7 @@ _TYPES: dict[str, tuple[type, Any, Any]] = {
         datetime.timedelta,
     ),
     "path": (pathlib.PurePath, lambda value: [str(value)], pathlib.Path),
-    "deque": (collections.deque, lambda value: [list(value), value.maxlen], collections.deque),
+    "deque": (collections.deque, lambda value: [list(value), value.maxlen], _deque),
 }
 """By tag: the class, the function that returns the parts of a value, and the function that makes a value of them."""
 
@@ -105,7 +111,7 @@ def encode(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
 def decode(value: Any, tensors: list[torch.Tensor]) -> Any:
     try:
         return _decoded(value, tensors)
-    except (RecursionError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+    except (RecursionError, ArithmeticError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"a stored value cannot be read, it is not what was written: {error}") from None
 
 
@@ -123,8 +129,8 @@ def _decoded(value: Any, tensors: list[torch.Tensor]) -> Any:
         return tensors[items] if tag == "tensor" else tensors[items].numpy()
     if tag not in _TYPES and tag not in _MAPPINGS:
         raise CheckpointError(f"a stored value has the unknown type {tag!r}; a later version of ort_zero wrote it")
-    if not isinstance(items, list):
-        raise ValueError(f"a {tag!r} has no list of parts")
+    if not isinstance(items, list) or value.keys() - {_TYPE, _ITEMS, _FACTORY}:
+        raise ValueError(f"a {tag!r} has no list of parts, or other keys: {', '.join(value)}")
     if tag in _TYPES:
         return _TYPES[tag][2](*(part(item) for item in items))
     factory = value.get(_FACTORY)

@@ -131,12 +131,12 @@ def load(
 def _open(
     engine: Any, path: str, tag: str | None, tp_split: Sequence[str], ranks: RankGroup
 ) -> tuple[EngineState, Source]:
-    state = _on_all(ranks, lambda: EngineState(engine))
     with ranks.raise_on_all(_ACTION):
         folder = _located(path, tag)
         format_name = format_in(folder)
         if format_name is None:
             raise no_checkpoint(folder)
+    state = _on_all(ranks, lambda: EngineState(engine))
     if format_name == "ort_zero":  # its manifest is one file, which every rank reads
         with ranks.raise_on_all(_ACTION):
             return state, open_in(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -116,9 +117,10 @@ def renamed(source: Source, prefixes: Sequence[str] = (), patterns: Sequence[str
         patterns: ``FROM=TO``, applied in order after the prefixes: each match of the regular expression FROM (all text
             up to the first ``=``) is replaced by TO, in which ``\\1`` is FROM's first group.
     """
-    changes = [(prefix, f"^{re.escape(prefix)}=") for prefix in prefixes] + [(text, text) for text in patterns]
-    for text, pattern in changes:
-        source = _with_names(source, _replacement(pattern), text)
+    for prefix in prefixes:
+        source = _with_names(source, operator.methodcaller("removeprefix", prefix), prefix)
+    for pattern in patterns:
+        source = _with_names(source, _replacement(pattern), pattern)
     return source
 
 

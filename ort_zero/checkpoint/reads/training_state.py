@@ -82,6 +82,9 @@ def read_training_state(folder: Folder, source: Source, rank: int) -> TrainingSt
             fields[key] = {}
         elif value is not None and not isinstance(value, str if key == "lr_scheduler_class" else dict):
             raise CorruptCheckpointError(f"{path}: {key} cannot be a {type(value).__name__}")
+    scaler = fields["loss_scaler"]
+    if scaler is not None and not (scaler.keys() == {"class", "state"} and isinstance(scaler["state"], dict)):
+        raise CorruptCheckpointError(f"{path}: loss_scaler cannot have {', '.join(map(str, scaler))}")
     return TrainingState(**fields)
 
 
