@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ort_zero import config, env, log
-from ort_zero.compat.deepspeed import config_dict
 
 KEYS = '"torch_autocast": {"enabled": true, "dtype": "bfloat16"} or "bf16": {"enabled": true} in the DeepSpeed config'
 _CPUINFO = Path("/proc/cpuinfo")
@@ -27,6 +26,8 @@ def watch_first_forward(engine: Any, section: config.Config) -> None:
     if not on_rank or section.compile.place == "ort" or section.engine() == "ortmodule" or not is_fast():
         return
     import torch  # not with doctor, which asks above
+
+    from ort_zero.compat.deepspeed import config_dict
 
     def hook(called: Any, inputs: Any) -> None:
         handle.remove()

@@ -90,6 +90,15 @@ def test_an_installation_without_extras_verifies_and_aggregates(tmp_path, golden
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_doctor_says_what_works_without_torch():
+    code = "import sys; sys.modules['torch'] = None\n"
+    code += "from ort_zero.compat import versions; installed = versions.installed\n"
+    code += "versions.installed = lambda name: None if name == 'torch' else installed(name)\n"
+    code += "from ort_zero.cli.main import main; sys.exit(main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "without torch: aggregate, verify and ls work" in done.stdout, done.stderr
+
+
 def test_torchs_own_format_imports_torch_only_then(tmp_path):
     deepspeed_states.write(tmp_path / "c", 2)
     run("aggregate", tmp_path / "c", tmp_path / "out", "--format", "torch", heavy=("deepspeed", "transformers"))
