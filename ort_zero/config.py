@@ -277,7 +277,7 @@ def _right_key(where: list[str]) -> str:
     paths = list(_paths_of_keys(Config))
     here = [path for path in paths if path[:-1] == tuple(above)]
     meant = [path for path in paths if path[-1] == key]
-    for candidates, cutoff in ((here, 0.5), (paths, 0.7)):
+    for candidates, cutoff in ((here, 0.8), (paths, 0.7), (here, 0.5)):
         near = difflib.get_close_matches(key, [path[-1] for path in candidates], n=1, cutoff=cutoff)
         meant = meant or [path for path in candidates if path[-1] in near]
     if not meant:

@@ -44,8 +44,10 @@ def lines_of(report: dict[str, Any]) -> list[str]:
     state = "settled" if report["settled"] else "not settled when the script ended,"
     lines = [f"{report['model']}: {operations}{state} after {report['steps']} steps"]
     for name, unit in report["units"].items():
-        lines.append(f"{name} ({report['modules'].get(name, 0)} modules)")
-        if found := report["runners"].get(name):
+        modules = report["modules"].get(name, 0)
+        lines.append(f"{name} ({modules} module{'s' if modules != 1 else ''})")
+        found = report["runners"].get(name)
+        if found and name not in report["units_in_torch"]:
             lines.append(f"  {runners_of(found)}")
         if name in report["units_in_torch"]:
             lines.append(f"  PyTorch runs it whole: {report['units_in_torch'][name]}")
@@ -58,7 +60,7 @@ def lines_of(report: dict[str, Any]) -> list[str]:
             in_ort = [segment for segment in segments if segment["runner"] == "onnxruntime"]
             lines.append(
                 f"  {graph['direction']}: {len(in_ort)} of {len(segments)} segments in ONNX Runtime "
-                f"({sum(segment['nodes'] for segment in in_ort)} nodes), {graph['torch_calls']} calls in PyTorch"
+                f"({sum(segment['nodes'] for segment in in_ort)} nodes), calls in PyTorch: {graph['torch_calls']}"
             )
         for operator, entry in unit["in_torch"].items():
             lines.append(f"  PyTorch runs {entry['count']} {operator}: {entry['why']}")

@@ -24,15 +24,8 @@ from ort_zero.utils.masking import masked
 
 _COMMANDS = (doctor, aggregate, convert, verify, ls, diff, stats, memory, profile, explain)
 
-_STATISTICS = "pip install 'ort-zero[statistics]'"
-_OTHERS = {
-    "accelerate": "pip install 'ort-zero[examples]'",
-    "jinja2": _STATISTICS,
-    "numba": _STATISTICS,
-    "numpy": "pip install 'numpy>=1.26,<3'",
-    "pyarrow": _STATISTICS,
-    "transformers": "pip install 'ort-zero[examples]'",
-}
+_OTHERS = {name: f"pip install {name}" for name in ("accelerate", "jinja2", "numba", "pyarrow", "transformers")}
+_OTHERS["numpy"] = "pip install 'numpy>=1.26,<3'"
 """The commands that install packages which some commands need, besides the supported ones of torch and its like."""
 
 

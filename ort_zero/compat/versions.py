@@ -216,7 +216,7 @@ def require(needed_for: str) -> tuple[str, ...]:
             raise UnsupportedVersionError(
                 f"ORTModule cannot run on Python {row.found}, since onnxruntime-training has no wheel for it: "
                 f'{ORT_PYTHON_CURE}, or leave "backend": "ortmodule" out and install plain onnxruntime: '
-                "pip install 'ort-zero[ort]'"
+                "pip install onnxruntime"
             )
         problem = f"{row.name} {row.found}" if row.found else f"{row.name} is not installed"
         raise UnsupportedVersionError(f"{problem}; ort_zero works with {row.name}{row.needed}: {row.cure}")

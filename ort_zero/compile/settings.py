@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,5 +53,7 @@ def from_options(options: Mapping[str, Any] | None) -> Settings:
         wrong = error.errors()[0]
         name, valid = wrong["loc"][0], ", ".join(Settings.model_fields)
         if wrong["type"] == "extra_forbidden":
-            raise ConfigError(f"unknown option of the backend ort_zero: {name}; valid options: {valid}") from None
+            near = difflib.get_close_matches(str(name), Settings.model_fields, n=1)
+            way_out = f"did you mean {near[0]!r}?" if near else f"valid options: {valid}"
+            raise ConfigError(f"unknown option of the backend ort_zero: {name}; {way_out}") from None
         raise ConfigError(f"option {name} of the backend ort_zero: {wrong['msg']}, got {wrong['input']!r}") from None

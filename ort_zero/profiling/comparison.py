@@ -18,6 +18,7 @@ _SMALL = 0.002
 """Share of a step below which rows of the table are added up in one row."""
 _SLOWED = 1.3
 """Factor by which the profilers may lengthen a step without a note."""
+_RUNNERS = {"onnxruntime": "ONNX Runtime", "inductor": "Inductor", "torch": "PyTorch"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +120,10 @@ class Comparison:
 
 def runners_of(found: Mapping[str, Any]) -> str:
     """Return in words what runs the units of a class, and the times of those that were timed in this process."""
-    units = ", ".join(f"{count} by {runner}" for runner, count in found["units"].items())
-    times = ", ".join(f"{runner} {value:.2f} ms" for runner, value in sorted(found["ms"].items(), key=lambda x: x[1]))
-    return f"run {units}" + (f"; a forward and a backward take: {times}" if times else "")
+    units = ", ".join(f"{count} in {_RUNNERS[runner]}" for runner, count in found["units"].items())
+    by_time = sorted(found["ms"].items(), key=lambda item: item[1])
+    times = ", ".join(f"{_RUNNERS[runner]} {value:.2f} ms" for runner, value in by_time)
+    return f"{units}" + (f"; a forward and a backward take: {times}" if times else "")
 
 
 def _cells(indent: str, row: Row) -> list[str]:

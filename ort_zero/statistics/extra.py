@@ -13,7 +13,7 @@ PACKAGES = frozenset({"jinja2", "numba", "numpy", "pyarrow"})
 
 @contextmanager
 def required() -> Iterator[None]:
-    """Turn a failed import of one of :data:`PACKAGES` in the block into an error that says how to install the extra.
+    """Turn a failed import of one of :data:`PACKAGES` in the block into an error that says how to install it.
 
     Raises:
         StatisticsError: a package of the extra is not installed.
@@ -24,4 +24,4 @@ def required() -> Iterator[None]:
         name = (error.name or "").split(".")[0]
         if name not in PACKAGES:
             raise
-        raise StatisticsError(f"{name} is not installed: pip install 'ort-zero[statistics]'") from error
+        raise StatisticsError(f"{name} is not installed: pip install {name}") from error

@@ -36,6 +36,7 @@ def test_unknown_key_names_path_value_and_nearest_key(section, path, value, near
     [
         ({"place": "ort"}, '"compile.place" or "ortmodule.place"?'),
         ({"plaec": "ort"}, '"compile.place" or "ortmodule.place"?'),
+        ({"verfy": "off"}, '"compile.verify"?'),
         ({"compile": {"exclude": ["head"]}}, '"exclude"?'),
         ({"memory": {"enabled": True}}, '"enabled" or "statistics.enabled"?'),
     ],

@@ -151,7 +151,7 @@ def test_ranks_are_averaged_and_one_table_adds_up_to_the_step():
         "  the rest              0.00 ms    0.20 ms    -0.20 ms",
         "note: the profilers make a step 1.5 times as long: parts with many short calls seem too long",
         "note: it is not settled yet what runs where: give a larger --warmup, or profile once more",
-        "Layer: run 2 by inductor, 1 by torch; a forward and a backward take: inductor 1.50 ms, torch 2.00 ms",
+        "Layer: 2 in Inductor, 1 in PyTorch; a forward and a backward take: Inductor 1.50 ms, PyTorch 2.00 ms",
     ]
 
 

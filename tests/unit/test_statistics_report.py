@@ -172,7 +172,7 @@ def test_a_missing_package_is_one_line(folders, tmp_path):
     argv = [sys.executable, "-c", code, "stats", "compare", *folders[:2], "--html", str(tmp_path / "r.html")]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "ort-zero stats compare: jinja2 is not installed: pip install 'ort-zero[statistics]'\n"
+    assert done.stderr == "ort-zero stats compare: jinja2 is not installed: pip install jinja2\n"
 
 
 # --- in a browser --------------------------------------------------------------------------------------------------

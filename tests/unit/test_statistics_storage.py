@@ -374,4 +374,4 @@ def test_a_missing_package_is_one_line_with_the_way_out(package):
     code = f"import sys; sys.modules[{package!r}] = None; import ort_zero.statistics.{module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
-    assert last.endswith(f"StatisticsError: {package} is not installed: pip install 'ort-zero[statistics]'")
+    assert last.endswith(f"StatisticsError: {package} is not installed: pip install {package}")

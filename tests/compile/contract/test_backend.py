@@ -82,6 +82,8 @@ def test_the_registered_function_takes_options_and_refuses_unknown_ones():
     torch._dynamo.reset()
     with pytest.raises((ConfigError, torch._dynamo.exc.BackendCompilerFailed), match="unknown option"):
         torch.compile(layer, backend=ort_zero, options={"speed": 11})(x)
+    with pytest.raises((ConfigError, torch._dynamo.exc.BackendCompilerFailed), match="did you mean 'place'"):
+        torch.compile(layer, backend=ort_zero, options={"plac": "ort"})(x)
 
 
 def test_a_release_whose_vectors_take_no_tensors_in_one_call(monkeypatch):
