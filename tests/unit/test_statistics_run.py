@@ -10,6 +10,9 @@ import pytest
 
 from ort_zero.cli import main as cli
 
+pytestmark = pytest.mark.seconds
+"""Each test starts a script twice."""
+
 SCRIPT = """
 import os, sys
 import torch
