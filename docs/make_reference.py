@@ -36,7 +36,7 @@ Written by `python docs/make_reference.py` from the code; do not edit.
 
 Put `"ort_zero"` into the DeepSpeed JSON, into the dict for `deepspeed.initialize`, or into the DeepSpeed config of
 Accelerate or HF's Trainer. A dot in a key means a nested object: `"ort_zero": {"checkpoint": {"async_save": true}}`.
-An unknown key, a wrong value, or a key of an engine that does not run is an error that names the key and the way out.
+An unknown key, a wrong value, or a key of an engine that does not run is an error. It names the key and the way out.
 """
 
 ENVIRONMENT = """

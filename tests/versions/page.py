@@ -17,8 +17,8 @@ SHOWN = ("torch", "deepspeed", "transformers", "accelerate", "onnxruntime")
 _INTRODUCTION = """\
 ## Versions
 
-Find the row of your versions. Each row is an environment of its own, on CPUs, and has the tests that another version
-of a dependency can make fail (`tests/versions/steps.py`), with the compile backend. All tests run with the pinned
+Find the row of your versions. Each row is an environment of its own, on CPUs, with the compile backend. It has the
+tests that another version of a dependency can make fail (`tests/versions/steps.py`). All tests run with the pinned
 versions in `make test`. "Fails without us too": with the same error, in the same function, in plain DeepSpeed."""
 
 
