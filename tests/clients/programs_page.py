@@ -32,9 +32,9 @@ Written by `make zoo`: {versions}; CPU. `-k NAME` of pytest checks one again.
 
 Each small model with random weights takes 4 training steps in PyTorch and in ONNX Runtime. A model works if every unit
 was compiled and ran, and the losses of all steps differ by 2e-4 at most. The same parameters have gradients, within
-1 % of their size, and an evaluation differs by 0.1 % at most. Under ZeRO-3, on two ranks, each model runs with DeepSpeed's
-defaults and with `stage3_max_reuse_distance` 0. The figure is the share of the floating-point operations in ONNX
-Runtime with `"place": "ort"`; PyTorch runs torch's RNNs.
+1 % of their size, and an evaluation differs by 0.1 % at most. Under ZeRO-3, on two ranks, each model runs with
+DeepSpeed's defaults and with `stage3_max_reuse_distance` 0. The figure is the share of the floating-point operations
+in ONNX Runtime with `"place": "ort"`; PyTorch runs torch's RNNs.
 """
 HEAD = """## Programs
 
