@@ -135,7 +135,8 @@ def test_doctor_names_the_first_fix_and_asks_no_process_when_packages_are_wrong(
 @pytest.mark.parametrize(("name", "value"), [("ORT_ZERO_DISABLE", "1"), ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")])
 def test_doctor_sees_what_switches_the_plugin_off(healthy, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
-    assert machine.examine().first_fix == f"unset {name}"
+    report = machine.examine()
+    assert report.first_fix == f"unset {name}" and "Accelerator(cpu=True)" in report.facts["accelerate"]
 
 
 @pytest.mark.parametrize("error", [BuildError("no compiler\nsecond line"), RuntimeError("a bug\nsecond line")])

@@ -99,6 +99,8 @@ def examine() -> Report:
     }
     if fast_bf16.is_fast():
         facts["bf16"] = f"several times as fast as fp32 (AMX), with {fast_bf16.KEYS}; losses differ by rounding"
+    if versions.installed("accelerate"):
+        facts["accelerate"] = "leave Accelerator(cpu=True) out of the script: it leaves DeepSpeed and the section out"
     return Report(
         versions=findings,
         optional={name: versions.installed(name) for name in ("accelerate", "transformers")},
