@@ -46,9 +46,14 @@ class Settings(config.CompileConfig):
 
 
 def from_options(options: Mapping[str, Any] | None) -> Settings:
-    """Return the settings of ``torch.compile(..., backend="ort_zero", options={...})``, or raise ConfigError."""
+    """Return the settings of ``torch.compile(..., backend="ort_zero", options={...})``, or raise ConfigError.
+
+    The options are the keys of the section's ``"compile"``, with or without that name around them.
+    """
+    named = {**(options or {})}
+    part = named.pop("compile", {})
     try:
-        return Settings(**(options or {}))
+        return Settings(**{**part, **named})
     except ValidationError as error:
         wrong = error.errors()[0]
         name, valid = wrong["loc"][0], ", ".join(Settings.model_fields)

@@ -80,6 +80,9 @@ def test_the_registered_function_takes_options_and_refuses_unknown_ones():
     chosen = torch.compile(layer, backend=ort_zero, options={"place": "ort", "verify": "always"})
     torch.testing.assert_close(chosen(x), layer(x))
     torch._dynamo.reset()
+    as_in_the_section = torch.compile(layer, backend=ort_zero, options={"compile": {"place": "ort"}})
+    torch.testing.assert_close(as_in_the_section(x), layer(x))
+    torch._dynamo.reset()
     with pytest.raises((ConfigError, torch._dynamo.exc.BackendCompilerFailed), match="unknown option"):
         torch.compile(layer, backend=ort_zero, options={"speed": 11})(x)
     with pytest.raises((ConfigError, torch._dynamo.exc.BackendCompilerFailed), match="did you mean 'place'"):
