@@ -148,7 +148,7 @@ class MemoryBudget:
     def choose(self) -> bool:
         """Note what the first step keeps; return True if the units must be compiled again for a budget in bytes."""
         self.before = sum(kept.forwards * kept.size for kept in self.graphs)
-        free = _free_memory(self.graphs)
+        free = _free_memory(self.graphs) if self.budget is None else 0
         if self._limit is None:
             self._limit = int(_OF_FREE_MEMORY * free)
         share = self._share()

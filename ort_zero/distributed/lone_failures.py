@@ -27,7 +27,7 @@ SECONDS = 30.0
 _failures = 0
 """Number of runs that have failed on this rank."""
 _watches: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-"""The arguments of :func:`_watch` for the watching thread, which None ends."""
+"""What the thread that watches for failures calls :func:`_watch` with, in order; None ends the thread."""
 _threads: list[threading.Thread] = []
 """The watching thread, once it is started."""
 _ends = threading.Event()

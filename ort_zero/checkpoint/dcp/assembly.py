@@ -267,7 +267,7 @@ def _is_plain(value: Any) -> bool:
 
 
 Form = tuple[bool, Shape]
-"""Whether a tensor is sharded, as far as files of ranks tell, and its shape."""
+"""By what a weight and an optimizer's state are matched: whether files of ranks hold it in shards, and its shape."""
 
 
 def names_by_number(

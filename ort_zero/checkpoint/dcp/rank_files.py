@@ -170,7 +170,7 @@ def _add(
 
 
 def _of_sharded_tensor(value: OpaqueObject) -> tuple[StoredTensor, Shape, Shape] | None:
-    """Return the local tensor, the whole shape and the block's offsets of a ShardedTensor; None without a block."""
+    """Return a rank's tensor of torch's ShardedTensor, the whole shape and its offsets there; None if it has none."""
     shards, whole = value.args[3][0], value.args[3][1].state["size"]
     if not shards:
         return None

@@ -72,7 +72,7 @@ def _fields(record: Any, class_name: str) -> Mapping[str, Any]:
 
 
 def _places(folder: Folder, storage: Any) -> Iterator[tuple[tuple[str, Shape | None], tuple[str, int, int]]]:
-    """Yield ((key, offsets), (file, offset, length)) of each shard and value."""
+    """Yield key and offsets of each shard, and the file, offset and length where its bytes lie; of each value too."""
     for index, info in storage.items():
         at, place = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
         if place.get("transform_descriptors"):
