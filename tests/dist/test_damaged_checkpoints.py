@@ -121,7 +121,12 @@ FAULTS = {
         "lr of parameter group 0 cannot be inf",
         "good",
     ),
-    "next_version": Fault(edited(lambda value: value.update(version=5)), "version 5", manifest.NAME, PLAIN),
+    "next_version": Fault(
+        edited(lambda value: value.update(version=manifest.VERSION + 1)),
+        f"version {manifest.VERSION + 1}",
+        manifest.NAME,
+        PLAIN,
+    ),
     "latest_names_nothing": Fault(
         lambda tag: (tag.parent / "latest").write_text("gone"), "names the tag 'gone'.*not there", "latest", PLAIN, None
     ),
