@@ -40,9 +40,14 @@ def memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def schema_of(operator: Any) -> Any:
+    """Return the schema of an ATen operator: arguments with their defaults, results, and what is changed in place."""
+    return operator._schema
+
+
 def name_of(operator: Any) -> str:
     """Return the name of an ATen operator without namespace and overload: ``add``."""
-    return operator._schema.name.partition("::")[2]
+    return schema_of(operator).name.partition("::")[2]
 
 
 _DRAWN_AGAIN = ("run_and_save_rng_state", "run_with_rng_state")

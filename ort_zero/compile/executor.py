@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ort_zero import log
 from ort_zero.compat.torch_compile import OpOverload
-from ort_zero.compat.torch_graphs import SizeReader, Symbols
+from ort_zero.compat.torch_graphs import SizeReader, Symbols, schema_of
 from ort_zero.compat.torch_modules import without_base
 from ort_zero.compile.assembly import Assembled
 from ort_zero.compile.layouts import numbers
@@ -210,7 +210,7 @@ def _may_be_view(node: Any) -> bool:
         return _may_be_view(node.args[0])
     target = getattr(node, "target", None)
     return isinstance(node, Node) and not (
-        isinstance(target, OpOverload) and all(result.alias_info is None for result in target._schema.returns)
+        isinstance(target, OpOverload) and all(result.alias_info is None for result in schema_of(target).returns)
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ort_zero.compat.torch_compile import HigherOrderOperator, OpOverload
-from ort_zero.compat.torch_graphs import is_random
+from ort_zero.compat.torch_graphs import is_random, schema_of
 from ort_zero.compile.conversion.creation import CONSTANTS
 from ort_zero.compile.conversion.fragments import Fragment, NotConvertibleError
 from ort_zero.compile.conversion.registry import convert
@@ -166,7 +166,7 @@ def is_ordered(node: Node) -> bool:
     target = node.target
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return node.op == "call_function" and isinstance(target, HigherOrderOperator)
-    return is_random(target) or target._schema.is_mutable or target.namespace not in ("aten", "prims", "prim")
+    return is_random(target) or schema_of(target).is_mutable or target.namespace not in ("aten", "prims", "prim")
 
 
 def _levels(nodes: Iterable[Node], fragments: Mapping[Node, Fragment], free: set[Node]) -> dict[Node, int]:

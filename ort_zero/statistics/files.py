@@ -38,7 +38,7 @@ DESCRIPTION = ("phase", *_INTEGERS, *_TEXTS, "shape", "partitioned")
 """Names of the columns that describe a row; the statistics follow."""
 
 
-def _schema() -> pa.Schema:
+def _columns_of_a_step() -> pa.Schema:
     fields = [("phase", pa.uint8()), *((name, pa.int32()) for name in _INTEGERS)]
     fields += [(name, pa.string()) for name in _TEXTS]
     fields += [("shape", pa.list_(pa.int64())), ("partitioned", pa.bool_())]
@@ -47,7 +47,7 @@ def _schema() -> pa.Schema:
     return pa.schema(fields)
 
 
-SCHEMA = _schema()
+SCHEMA = _columns_of_a_step()
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 _PLAIN_HEADER = SCHEMA.serialize().to_pybytes()
 _CONTINUATION = b"\xff\xff\xff\xff"

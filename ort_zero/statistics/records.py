@@ -145,7 +145,7 @@ class Facts:
     tied: list[list[str]] = field(default_factory=list)
     """Names of parameters that are one tensor, by tensor."""
     untied: list[str] = field(default_factory=list)
-    """Names of input and output embeddings that the model's configuration ties, and that are two tensors."""
+    """Names of the input and the output embedding, if they are two tensors where the configuration ties them."""
     frozen: list[str] = field(default_factory=list)
     """Names of the parameters that require no gradient."""
     parameters: dict[str, str] = field(default_factory=dict)

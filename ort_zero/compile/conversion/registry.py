@@ -14,6 +14,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ort_zero.compat.torch_compile import OpOverload
+from ort_zero.compat.torch_graphs import schema_of
 from ort_zero.compile.conversion.fragments import (
     ONNX_TYPES,
     Builder,
@@ -102,8 +103,7 @@ def _item(node: torch.fx.Node, builder: Builder) -> Fragment:
 def _bound(node: torch.fx.Node) -> list[Any]:
     """Return all arguments of a call in the order of the schema, with the defaults of missing ones."""
     arguments = []
-    schema = node.target._schema  # type: ignore[union-attr]
-    for index, argument in enumerate(schema.arguments):
+    for index, argument in enumerate(schema_of(node.target).arguments):
         if index < len(node.args):
             arguments.append(node.args[index])
         elif argument.name in node.kwargs:

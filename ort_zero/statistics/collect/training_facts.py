@@ -174,7 +174,7 @@ def _unfitted(module: nn.Module) -> bool:
 
 
 def _untied(model: Any, parameters: dict[str, nn.Parameter]) -> list[str]:
-    """Return the names of the embeddings that a model of transformers should tie, and has as two tensors."""
+    """Return the names of the input and the output embedding, if they are two tensors where the config ties them."""
     if getattr(getattr(model, "config", None), "tie_word_embeddings", False) is not True:
         return []
     with suppress(AttributeError, NotImplementedError):

@@ -85,7 +85,10 @@ class CallTree:
         self.callers = {int(table.caller[row]) for row in rows}
 
     def name(self, call: int, fallback: str = "") -> tuple[str, int]:
-        """Return the module and the occurrence of a call; `fallback` and 1 for a call without records."""
+        """Return the path of the module that a call runs, and which call of that module it is, counted from 1.
+
+        For a call without records the path is `fallback`.
+        """
         about = self.about.get(call)
         return about[:2] if about else (fallback, 1)
 

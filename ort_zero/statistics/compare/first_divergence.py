@@ -97,7 +97,7 @@ def _divergence_at(step: StepComparison, number: int, numbers: np.ndarray, *, ev
 
 
 def pairs_with_local_error(step: StepComparison, rtol: float | None) -> np.ndarray:
-    """Return the numbers of the pairs whose error their inputs do not explain, in order of execution.
+    """Return the numbers of the pairs with an error that the errors of their inputs do not explain, in order.
 
     `rtol` is the user's fixed tolerance; None: errors that rounding does not explain.
     """
