@@ -205,15 +205,17 @@ class Compiler:
     def _runner(
         self, segment: Segment, assembled: Assembled, device: torch.device, symbols: SizeReader
     ) -> SegmentRunner:
-        session = sessions.session_of(assembled.model, device)
+        key, serialized = sessions.serialize(assembled.model)
         trial = _trials.setdefault(
-            (session.key, self.settings.verify, self.settings.place),
-            Trial(session.key, self.settings.verify, self.settings.place, clock=clock_of(device)),
+            (key, self.settings.verify, self.settings.place),
+            Trial(key, self.settings.verify, self.settings.place, clock=clock_of(device)),
         )
+        is_left = trial.starts_in_torch(agreement())
+        session = None if is_left else sessions.session_of(assembled.model, key, serialized, device)
         if self.settings.save_onnx is not None and env.rank() == 0:
             folder = Path(self.settings.save_onnx)
             folder.mkdir(parents=True, exist_ok=True)
-            write_bytes(folder / f"{session.key}.onnx", session.serialized)
+            write_bytes(folder / f"{key}.onnx", serialized)
         return SegmentRunner(segment, assembled, session, trial, agreement(), symbols, self.settings.reproducer_folder)
 
 

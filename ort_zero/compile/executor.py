@@ -37,7 +37,7 @@ class SegmentRunner:
         self,
         segment: Segment,
         assembled: Assembled,
-        session: Session,
+        session: Session | None,
         trial: Trial,
         agreement: Agreement,
         symbols: SizeReader,
@@ -45,14 +45,14 @@ class SegmentRunner:
     ):
         self.segment = segment
         self.trial = trial
-        self._session: Session | None = session
-        """The segment's session of ONNX Runtime; set to None, and freed, once PyTorch runs the segment."""
+        self._session = session
+        """The segment's session of ONNX Runtime; None, and freed, where PyTorch runs the segment."""
         self._agreement = agreement
         self._symbols = symbols
         self._reproducers = reproducers
         self._inputs = assembled.inputs
         self._sizes = assembled.sizes
-        self._edges = (*session.model.inputs, *session.model.outputs)
+        self._edges = (*assembled.model.inputs, *assembled.model.outputs)
         self._reference: GraphModule | None = None
         self._layouts: dict[Symbols, tuple[Layout, bool]] = {}
 

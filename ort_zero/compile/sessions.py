@@ -38,14 +38,12 @@ class Layout:
 
 
 class Session:
-    """A session of ONNX Runtime for one model on one device."""
+    """A session of ONNX Runtime for one model on one device; `key` and `serialized` are those of :func:`serialize`."""
 
-    def __init__(self, model: SegmentModel, device: torch.device, threads: int):
+    def __init__(self, model: SegmentModel, key: str, serialized: bytes, device: torch.device, threads: int):
         self.model = model
         self.device = device
-        self.serialized = model.proto().SerializeToString(deterministic=True)
-        self.key = hashlib.sha256(self.serialized).hexdigest()[:16]
-        """Name of the model's content, the same in all processes."""
+        self.key = key
         provider = devices.provider_of(device)
         if provider is None:
             raise ValueError(f"the installed ONNX Runtime has no provider for {device}")
@@ -59,7 +57,7 @@ class Session:
         self.nodes = len(model.nodes)
         self.runs = 0
         """Number of runs."""
-        self._session = onnxruntime.InferenceSession(self.serialized, session_options(threads), providers=[provider])
+        self._session = onnxruntime.InferenceSession(serialized, session_options(threads), providers=[provider])
         self._run = onnxruntime_binding.runner_of(
             self._session,
             (device.type, device.index or 0),
@@ -139,14 +137,24 @@ _sessions: weakref.WeakValueDictionary[tuple[SegmentModel, torch.device, int], S
 _making = threading.Lock()
 
 
-def session_of(model: SegmentModel, device: torch.device) -> Session:
-    """Return the session of a model, the same for equal models."""
-    key = (model, device, torch.get_num_threads())
+def serialize(model: SegmentModel) -> tuple[str, bytes]:
+    """Return the name of a model's content, the same in all processes, and the model's file."""
+    serialized = model.proto().SerializeToString(deterministic=True)
+    return hashlib.sha256(serialized).hexdigest()[:16], serialized
+
+
+def session_of(model: SegmentModel, key: str, serialized: bytes, device: torch.device) -> Session:
+    """Return the session of a model, the same for equal models; `key` and `serialized` are those of :func:`serialize`.
+
+    Raises:
+        Exception: ONNX Runtime cannot load the model; its exceptions have no public base class.
+    """
+    threads = torch.get_num_threads()
     with _making:
         register_arena(device, devices.PROVIDERS[device.type])
-        session = _sessions.get(key)
+        session = _sessions.get((model, device, threads))
         if session is None:
-            session = _sessions[key] = Session(model, device, key[2])
+            session = _sessions[model, device, threads] = Session(model, key, serialized, device, threads)
             report_session(session)
         return session
 

@@ -71,6 +71,16 @@ class Trial:
         """Whether the compiled form runs the segment, and only samples of its runs are checked."""
         return self.runner is self.candidate and self.verify != "always"
 
+    def starts_in_torch(self, agreement: Agreement) -> bool:
+        """Return True if PyTorch runs the segment from its first run on, since a rank or an earlier start has decided.
+
+        Nothing is checked then, and ONNX Runtime need not load the model.
+        """
+        if self.runner is None and self.place == "measured" and (decided := agreement.placement(self.key)):
+            if decided[0] is Runner.TORCH:
+                self._place(decided)
+        return self.runner is Runner.TORCH
+
     def run(
         self,
         by_ort: Callable[[], Outputs],

@@ -89,9 +89,9 @@ class Agreement:
             fastest = Runner.TORCH
         return self._place(key, f"{fastest.value} {gain:.3g}")
 
-    def keep_in_torch(self, key: str) -> None:
-        """Have PyTorch run the units of a key, here and at later starts."""
-        self._place(key, f"{Runner.TORCH.value} 0")
+    def keep(self, key: str, runner: Runner, gain: float = 0.0) -> None:
+        """Have a runner run the units of a key, here and at later starts; `gain` as in :data:`Decision`."""
+        self._place(key, f"{runner.value} {gain:.3g}")
 
     def _place(self, key: str, proposed: str) -> Decision:
         store = _store()

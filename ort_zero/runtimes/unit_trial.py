@@ -48,7 +48,7 @@ class UnitTrial:
         clock: Callable[[], float] = time.perf_counter,
         slowdown: float = 1.0,
     ):
-        self._key = key
+        self.key = key
         self._agreement = agreement
         self._first = runners[0]
         self._runners = list(runners)
@@ -59,7 +59,8 @@ class UnitTrial:
         decided = agreement.placement(key)
         self.runner: Runner | None = decided[0] if decided is not None else None
         """What runs the units from now on, ``TORCH`` by their own forwards; None until that is decided."""
-        self._gain = decided[1] if decided is not None else None
+        self.gain = decided[1] if decided is not None else 0.0
+        """Seconds that the runner saves, as in :data:`~ort_zero.runtimes.agreement.Decision`; 0 if nobody measured."""
         self._untimed = "its calls cannot be timed"
         """Why the runner was chosen without a time."""
         if self.runner is None and len(self._runners) == 1:
@@ -68,10 +69,10 @@ class UnitTrial:
     @property
     def reason(self) -> str:
         """Why the runner runs the units."""
-        if self._gain is None:
+        if not self.gain:
             return self._untimed
         than = "compiled" if self.runner is Runner.TORCH else "by the next one"
-        return f"a forward and a backward take {1e3 * abs(self._gain):.2f} ms less than {than}"
+        return f"a forward and a backward take {1e3 * abs(self.gain):.2f} ms less than {than}"
 
     @property
     def milliseconds(self) -> dict[str, float]:
@@ -88,7 +89,7 @@ class UnitTrial:
         elif self.runner is None and len(self._runners) == 1:
             (self.runner,) = self._runners
         if self.runner is not before:
-            self._gain, self._untimed = None, f"{runner.title} is left out: {reason}"
+            self.gain, self._untimed = 0.0, f"{runner.title} is left out: {reason}"
 
     def turn(self) -> Runner:
         """Return the runner of the next call; each form of a layer has its turn, however many layers there are."""
@@ -146,7 +147,7 @@ class UnitTrial:
         near = [each for each, shortest in least.items() if shortest <= _FAR * min(least.values())]
         if runs >= _RUNS or len(near) == 1:
             times = {each: self._times[each] for each in self._runners}
-            self.runner, self._gain = self._agreement.place_fastest(self._key, times, self._slowdown)
+            self.runner, self.gain = self._agreement.place_fastest(self.key, times, self._slowdown)
         else:
             self._runners = near
 

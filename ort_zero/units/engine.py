@@ -81,7 +81,7 @@ class Engine(abc.ABC, Generic[Graph]):
     compiles_evaluations = False
     """Whether calls without gradients are compiled from the first one on, not only where long evaluations repay it."""
     starts_as_kept = False
-    """Whether PyTorch runs a unit from the first call on where an earlier start has decided so."""
+    """Whether units run from the first call on in what an earlier start has found to be the fastest."""
 
     def __init__(self) -> None:
         self.graphs: list[Graph] = []

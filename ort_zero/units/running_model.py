@@ -249,10 +249,13 @@ class EngineRunner(UnitRunner):
         model, unit_class, key = self._model, self._unit.unit_class, self._start_key(unit, inputs)
         if key is None:
             return model.engine.first_runner
-        if agreement().placement(key) is not None:
-            if not any(is_compiled(each) for each in self._units_alike() if each is not unit):
+        if (kept := agreement().placement(key)) is not None:
+            if kept[0] is not Runner.TORCH:
+                self._unit.trial = UnitTrial(key, agreement())
+                self._say_runs(self._unit.trial)
+            elif not any(is_compiled(each) for each in self._units_alike() if each is not unit):
                 model.engine.leave_to(Runner.TORCH, unit_class, "it was faster at an earlier start")
-            return Runner.TORCH
+            return kept[0]
         if unit_class not in model.started:
             of_class = sorted(map(sizes_of, self._units_alike()))
             model.started[unit_class] = {of_class[0]: False, of_class[-1]: False}
@@ -263,7 +266,7 @@ class EngineRunner(UnitRunner):
         if not (all(started.values()) and model.engine.is_tried(unit, unit_class)):
             return None
         if self.goes_to_torch(unit):
-            self.keep_in_torch(unit, inputs)
+            self.keep(unit, inputs, Runner.TORCH)
             return Runner.TORCH
         started.update(dict.fromkeys(map(sizes_of, self._units_alike()), True))
         return model.engine.first_runner
@@ -273,33 +276,39 @@ class EngineRunner(UnitRunner):
         units = (each.reference() for each in self._model.units if each.unit_class == self._unit.unit_class)
         return [unit for unit in units if unit is not None]
 
-    def keep_in_torch(self, unit: nn.Module, inputs: Any) -> None:
-        key = self._start_key(unit, inputs)
-        if key is not None and not self._model.engine.has_failed(self._unit.unit_class):
-            agreement().keep_in_torch(key)
+    def keep(self, unit: nn.Module, inputs: Any, runner: Runner, gain: float = 0.0) -> None:
+        key, engine = self._start_key(unit, inputs), self._model.engine
+        if key is not None and runner is not engine.first_runner and not engine.has_failed(self._unit.unit_class):
+            agreement().keep(key, runner, gain)
 
     def gone_to_torch(self) -> None:
         engine = self._model.engine  # it may be the last unit, and then no graph's run ends the step
         engine.call_on_step(not any(map(is_compiled, self._model.unit_modules())))
 
     def trial_of(self, unit: nn.Module, inputs: Any) -> UnitTrial | None:
-        model, unit_class = self._model, self._unit.unit_class
+        model, unit_class, trial = self._model, self._unit.unit_class, self._unit.trial
         engine = model.engine
-        graphs = engine.timed_keys(unit, unit_class)
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        if graphs is None or not tensors:
-            return None
-        device = tensors[0].device
-        runners = engine.runners_on(device)
-        key = trial_key(unit, inputs, runners, graphs)
-        if key not in model.trials:
-            model.trials[key] = UnitTrial(key, agreement(), runners, clock_of(device), engine.slowdown)
-        trial = self._unit.trial = model.trials[key]
+        if trial is None or trial.key in model.trials:  # else the unit has started as kept
+            graphs = engine.timed_keys(unit, unit_class)
+            if graphs is None or not tensors:
+                return None
+            device = tensors[0].device
+            runners = engine.runners_on(device)
+            key = trial_key(unit, inputs, runners, graphs)
+            if key not in model.trials:
+                model.trials[key] = UnitTrial(key, agreement(), runners, clock_of(device), engine.slowdown)
+            trial = self._unit.trial = model.trials[key]
         for runner, reason in engine.lost(unit_class).items():
             trial.leave_out(runner, reason)
-        if trial.runner is not None and trial.runner is not runners[0]:
+        self._say_runs(trial)
+        return trial
+
+    def _say_runs(self, trial: UnitTrial) -> None:
+        """Say what runs the unit, and all units of its class, unless it is what runs them at first."""
+        engine, unit_class = self._model.engine, self._unit.unit_class
+        if trial.runner is not None and trial.runner is not engine.first_runner:
             engine.say_runs(trial.runner, unit_class, f"{unit_class} {self._unit.path} and its equals", trial.reason)
-            trials = [each.trial for each in model.units if each.unit_class == unit_class]
+            trials = [each.trial for each in self._model.units if each.unit_class == unit_class]
             if all(each is not None and each.runner is trial.runner for each in trials):
                 engine.leave_to(trial.runner, unit_class, trial.reason)
-        return trial

@@ -56,8 +56,8 @@ class UnitRunner:
         """
         return Runner.ONNXRUNTIME
 
-    def keep_in_torch(self, unit: nn.Module, inputs: Any) -> None:
-        """Keep for later starts that PyTorch runs the unit."""
+    def keep(self, unit: nn.Module, inputs: Any, runner: Runner, gain: float = 0.0) -> None:
+        """Keep for later starts what runs the unit, and the seconds that it saves."""
 
     def gone_to_torch(self) -> None:
         """Note that PyTorch runs a unit from now on."""
@@ -122,7 +122,7 @@ class UnitForward:
             self.compiled = self.runner.compile(self.unit, self.original)
         self.calls += 1
         # not in a backward: activation checkpointing must compute again what the forward has computed
-        trial, form = None, self.compiled
+        trial = None
         if not self.has_started and torch.is_grad_enabled() and not in_backward():
             if not self._starts_compiled((args, kwargs)):
                 return self._run_plainly(self.unit, args, kwargs)
@@ -131,7 +131,7 @@ class UnitForward:
             if self.compiled is None:
                 self.runner.gone_to_torch()
                 return self._run_plainly(self.unit, args, kwargs)
-            form = self.compiled
+        form: Any = self.compiled
         call, node = None, self.runner.graph_node
         if self.calls <= _WATCHED and node is not None and torch.is_grad_enabled() and saves_plainly():
             call = Call(self.unit, self.original, (args, kwargs), self.runner.differentiated)
@@ -175,6 +175,8 @@ class UnitForward:
             self.runner.gone_to_torch()
         elif runner is not None or self.calls >= _WATCHED:
             self.has_started, self.calls = True, 1
+            if runner is Runner.INDUCTOR:
+                self.compiled, self.is_settled = self._form(runner), True
         return self.has_started
 
     def _trial(self, inputs: Any) -> UnitTrial | None:
@@ -184,7 +186,7 @@ class UnitForward:
             return None
         if self.calls in _ASKED and self.runner.goes_to_torch(self.unit):
             self.compiled = None
-            self.runner.keep_in_torch(self.unit, inputs)
+            self.runner.keep(self.unit, inputs, Runner.TORCH)
             return None
         if not torch.is_grad_enabled():
             return None
@@ -196,8 +198,7 @@ class UnitForward:
         self.is_settled = trial is not None and trial.runner is not None
         if trial is not None and trial.runner is not None:
             self.compiled = None if trial.runner is Runner.TORCH else self._form(trial.runner)
-            if self.compiled is None:
-                self.runner.keep_in_torch(self.unit, inputs)
+            self.runner.keep(self.unit, inputs, trial.runner, trial.gain)
         return trial if self.is_timed else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitForward:

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ort_zero.compat import onnxruntime_binding
-from ort_zero.compile import sessions
+from ort_zero.compile import dynamo_backend, sessions
 from ort_zero.compile.bare_backend import ort_zero
 from ort_zero.compile.dynamo_backend import Compiler
 from ort_zero.compile.engine import CompileEngine
 from ort_zero.compile.settings import Settings
 from ort_zero.errors import ConfigError
-from ort_zero.runtimes.agreement import Runner
+from ort_zero.runtimes.agreement import Runner, agreement
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,12 @@ def seed():
 
 def compiled(function: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], Compiler]:
     """Return a function that ONNX Runtime runs, and what tells about it."""
-    backend = CompileEngine(Settings(place="ort")).compiler()
+    return measured(function, place="ort", **options)
+
+
+def measured(function: Callable[..., Any], place: str = "measured", **options: Any) -> tuple[Callable, Compiler]:
+    """Return a function whose segments ONNX Runtime or PyTorch runs, and what tells about it."""
+    backend = CompileEngine(Settings(place=place)).compiler()
     return torch.compile(function, backend=backend, **options), backend
 
 
@@ -132,6 +137,29 @@ def test_a_segment_that_pytorch_runs_keeps_no_session():
         trial.runner = Runner.TORCH
     call(x).sum().backward()
     assert sessions.count() == before
+
+
+def test_a_segment_left_to_pytorch_at_an_earlier_start_gets_no_session_and_no_check(monkeypatch, tmp_path):
+    monkeypatch.setenv("ORT_ZERO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(dynamo_backend, "_trials", {})
+    agreement.cache_clear()
+    layer, x = Layer(width=40), torch.randn(5, 40)
+    call, backend = measured(layer)
+    call(x).sum().backward()
+    for graph in backend.engine.graphs:
+        for segment in graph.segments:
+            agreement().keep(segment.trial.key, Runner.TORCH)
+    del call, backend
+    monkeypatch.setattr(dynamo_backend, "_trials", {})
+    agreement.cache_clear()  # as a new process
+    gc.collect()
+    before = sessions.count()
+    call, backend = measured(layer)
+    torch.testing.assert_close(call(x), layer(x))
+    trials = [segment.trial for graph in backend.engine.graphs for segment in graph.segments]
+    assert trials and all(trial.runner is Runner.TORCH and trial.checks == 0 for trial in trials)
+    assert sessions.count() == before
+    agreement.cache_clear()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -22,7 +22,7 @@ import ort_zero
 from ort_zero.cli.explain import lines_of
 from ort_zero.compat import inductor
 from ort_zero.plugin.explained_script import explanation
-from ort_zero.runtimes.agreement import agreement
+from ort_zero.runtimes.agreement import Agreement, Runner, agreement
 from ort_zero.units.running_model import _models
 
 GPT2 = dict(words=97, hidden=32, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, attn_implementation="eager")
@@ -95,7 +95,10 @@ def trained_alike(
     running = _models[ours]
     status = running.status()
     explained = {**explanation(running), "steps": steps, "settled": status["compiled"]["settled"]}
-    return {**status, "explained": "\n".join(lines_of(explained))}
+    compiled_for: dict[str, set[Runner]] = {}
+    for graph in running.engine.graphs:
+        compiled_for.setdefault(graph.unit, set()).add(graph.runner)
+    return {**status, "explained": "\n".join(lines_of(explained)), "compiled_for": compiled_for}
 
 
 def test_dropout_and_losses_are_those_of_eager_pytorch(inductor_runs: list[int]):
@@ -118,6 +121,26 @@ def test_the_fastest_of_three_runs_a_layer(inductor_runs: list[int]):
     (runner,) = layers["units"]
     timed_longer = {name: ms for name, ms in layers["ms"].items() if ms <= 1.5 * min(layers["ms"].values())}
     assert runner == min(timed_longer, key=timed_longer.__getitem__)
+
+
+def test_a_later_start_compiles_the_winner_alone(monkeypatch: pytest.MonkeyPatch, inductor_runs: list[int]):
+    placed = Agreement.place_fastest
+
+    def by_inductor(self: Agreement, key: str, times: Any, slowdown: float = 1.0) -> Any:
+        return placed(self, key, {**times, Runner.INDUCTOR: [0.0]} if key.startswith("unit_") else times, slowdown)
+
+    monkeypatch.setattr(Agreement, "place_fastest", by_inductor)
+    section = {"compile": {"runners": ["ort", "inductor", "torch"]}}
+    first = trained_alike(build("llama"), 60, 211, (12, 12), **section)
+    assert first["runners"]["LlamaDecoderLayer"]["units"] == {"inductor": 2} and first["compiled"]["settled"]
+    agreement.cache_clear()  # as a new process
+    torch._dynamo.reset()
+    inductor_runs[0] = 0
+    again = trained_alike(build("llama"), 3, 211, (12, 12), **section)
+    assert again["compiled_for"]["LlamaDecoderLayer"] == {Runner.INDUCTOR}
+    assert again["runners"]["LlamaDecoderLayer"]["units"] == {"inductor": 2}
+    assert again["backend"] == "inductor" and again["compiled"]["settled"]
+    assert inductor_runs[0] == 3 * 2 * 3, "two layers and the head, forward and backward, from the first step on"
     name = {"onnxruntime": "ONNX Runtime", "inductor": "Inductor", "torch": "PyTorch"}[runner]
     line = f"2 in {name}; a forward and a backward take: {name} "
     assert f"  {'PyTorch runs it whole: ' if runner == 'torch' else line}" in status["explained"]
