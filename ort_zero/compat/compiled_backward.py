@@ -1,8 +1,7 @@
 """Give the backwards of AOTAutograd's graphs what PyTorch's own have: missing gradients, and gradients in batches.
 
-AOTAutograd makes one autograd Function for each graph, whose class is reached from the results of a run. A Function
-gets zeros for gradients that are missing, unless its forward says otherwise. A compiled backward refuses ``vmap``
-(torch 2.6 to 2.15: ``_aot_autograd/runtime_wrappers.py``).
+Torch gives AOTAutograd's Functions zeros for missing gradients, and they refuse ``vmap`` (torch 2.7 to 2.15:
+``_aot_autograd/runtime_wrappers.py``). Their classes are reached from the results of a run.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 GRAPH_NODE = "CompiledFunction"
 """What the names of the autograd nodes of these graphs begin with."""
-_PREPARED = "_ort_zero_prepared"
-_BEFORE = "_ort_zero_before"
+_PREPARED, _BEFORE = "_ort_zero_prepared", "_ort_zero_before"
 Backward = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -123,9 +121,6 @@ def _one_by_one(backward: Backward, gradients: Sequence[Any]) -> tuple[Any, ...]
 
 
 def names_missing_gradients() -> bool:
-    """Return True if an ``autograd.Function`` in the graph that is compiled now tells missing gradients from zeros.
-
-    Dynamo has both as zeros, whatever ``ctx.set_materialize_grads(False)`` says.
-    """
+    """Return True if an ``autograd.Function`` in the graph that is compiled now tells missing gradients from zeros."""
     codes = getattr(torch._guards.TracingContext, "get_traced_code", lambda: None)()
     return any("set_materialize_grads" in code.co_names for code in codes or ())

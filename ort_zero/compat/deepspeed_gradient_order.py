@@ -1,8 +1,8 @@
 """Hand the gradients of a unit to DeepSpeed together and in the order of the unit's parameters, on every rank.
 
-ZeRO-2 and 3 put gradients into buckets in the order in which autograd makes them, and reduce a bucket without asking
-whose gradients the other ranks have put there. A unit that is compiled makes its gradients in another order than in
-PyTorch. Where one rank alone could not compile it, gradients of different parameters would be added up, in silence.
+ZeRO-2 and 3 fill buckets as autograd makes gradients, and reduce them without asking whose gradients other ranks have
+put there. A compiled unit has another order than PyTorch: where one rank alone could not compile it, gradients of
+different parameters would be added up, in silence.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Check that DeepSpeed's ZeRO-3 hooks have the shape of a supported release.
-
-The shape lists the nested functions with their arguments, the names that the code around them may use, and the
-variables that they close over.
-"""
+"""Check that DeepSpeed's ZeRO-3 hooks have the shape of a supported release: names, arguments and closures."""
 
 from __future__ import annotations
 
@@ -22,27 +18,27 @@ _METHODS = ({"forward", "setup_context", "backward"}, {"forward", "backward"})
 
 class _Expectation(NamedTuple):
     arguments: tuple[str, ...]
-    functions: Mapping[str, tuple[tuple[str, ...], str | None]]
-    """Nested functions that must exist: arguments as in the source, ``*name`` for the variadic one, and DeepSpeed's
-    decorator, ``"compile"`` (torch.compiler.disable), ``"nvtx"`` or None."""
-    classes: Mapping[str, tuple[str, str]]
-    """Nested autograd Functions to replace: the free variables and the names that their methods may use."""
-    unused: frozenset[str]
-    """Nested functions that may exist and are never called."""
+    functions: Mapping[str, tuple[str, str | None]]
+    """Nested functions that must exist: arguments, and the decorator, ``"compile"`` (torch.compiler.disable) or
+    ``"nvtx"``."""
     names: str
     """Globals and attributes that the outer function itself may use."""
+    classes: Mapping[str, tuple[str, str]] = {}
+    """Nested autograd Functions to replace: the free variables and the names that their methods may use."""
+    unused: frozenset[str] = frozenset()
+    """Nested functions that may exist and are never called."""
 
 
 _REGISTER = _Expectation(
     arguments=("self", "module", "count"),
     functions={
-        "_pre_forward_module_hook": (("module", "*args"), "compile"),
-        "_post_forward_module_hook": (("module", "input", "output"), "nvtx"),
-        "_bwd_hook_unexpected_inputs_msg": (("value",), None),
-        "_pre_backward_module_hook": (("module", "inputs", "output"), None),
-        "_post_backward_module_hook": (("module", "inputs"), "compile"),
-        "_run_before_backward_function": (("sub_module",), "nvtx"),
-        "_run_after_backward_function": (("sub_module",), "nvtx"),
+        "_pre_forward_module_hook": ("module *args", "compile"),
+        "_post_forward_module_hook": ("module input output", "nvtx"),
+        "_bwd_hook_unexpected_inputs_msg": ("value", None),
+        "_pre_backward_module_hook": ("module inputs output", None),
+        "_post_backward_module_hook": ("module inputs", "compile"),
+        "_run_before_backward_function": ("sub_module", "nvtx"),
+        "_run_after_backward_function": ("sub_module", "nvtx"),
     },
     classes={
         "PreBackwardFunctionForModule": (
@@ -63,22 +59,18 @@ _REGISTER = _Expectation(
 )
 _SETUP = _Expectation(
     arguments=("self",),
-    functions={"_start_of_forward_hook": (("module", "*args"), "nvtx")},
-    classes={},
-    unused=frozenset(),
+    functions={"_start_of_forward_hook": ("module *args", "nvtx")},
     names="hierarchy instrument_w_nvtx module register_forward_pre_hook fwd_pre_hook _register_deepspeed_module "
     "register_forward_hook FWD_MODULE_STACK append",
 )
 
 
 class HookShape(NamedTuple):
-    """The result of a probe: the code objects of DeepSpeed's hooks that are safe to bind to new closures."""
+    """The code objects of DeepSpeed's hooks that are safe to bind to new closures, and their decorators, by name."""
 
     function: Any
     codes: Mapping[str, CodeType]
-    """Code of each nested function, by name."""
     wrappers: Mapping[str, str | None]
-    """DeepSpeed's decorator of each nested function, by name: ``"compile"``, ``"nvtx"`` or None."""
 
 
 def probe(function: Any) -> HookShape:
@@ -101,7 +93,7 @@ def probe(function: Any) -> HookShape:
 
 
 def _deviations(function: Any, expected: _Expectation) -> Iterable[str]:
-    """Yield in words how a function of DeepSpeed differs from the arguments, nested functions and names expected."""
+    """Yield in words how a function of DeepSpeed differs from what is expected."""
     code = getattr(function, "__code__", None)
     if code is None:
         yield "it is no Python function"
@@ -119,8 +111,8 @@ def _deviations(function: Any, expected: _Expectation) -> Iterable[str]:
     for name in sorted(set(code.co_names) - set(expected.names.split())):
         yield f"it uses the name {name}"
     for name, (arguments, _) in expected.functions.items():
-        if _arguments(nested[name]) != arguments:
-            yield f"the arguments of nested {name} are {_joined(_arguments(nested[name]))}, not {_joined(arguments)}"
+        if _arguments(nested[name]) != tuple(arguments.split()):
+            yield f"the arguments of nested {name} are {_joined(_arguments(nested[name]))}, not {arguments}"
         # a new closure can only contain the rebound functions and the offload object
         for free in sorted(set(nested[name].co_freevars) - {"self", *expected.functions}):
             yield f"nested {name} has the free variable {free}"

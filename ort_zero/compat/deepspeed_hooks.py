@@ -1,10 +1,8 @@
 """Bind DeepSpeed's own ZeRO-3 hook functions to new closures, without a copy of their code.
 
-DeepSpeed defines its hooks as functions nested in the method that registers them, so no import reaches them. Their code
-objects are constants of the outer function, and work with new closures. The outer function also numbers modules and
-registers hooks; :func:`number_modules` and :mod:`ort_zero.plugin.zero3_hooks` do this instead. Two checks come before
-any replacement: the nested functions must have the expected names, arguments and free variables, and the code around
-them must use no unexpected name.
+DeepSpeed nests its hooks in the method that registers them, so no import reaches them. Their code objects are constants
+of that method, and work with new closures. What else the method does, :func:`number_modules` and
+:mod:`ort_zero.plugin.zero3_hooks` do instead; :mod:`~ort_zero.compat.deepspeed_hook_shapes` checks that it is all.
 """
 
 from __future__ import annotations
@@ -17,10 +15,8 @@ from typing import Any
 from ort_zero.compat.deepspeed_hook_shapes import MODULE, HookShape, probe
 
 OFFLOAD = f"{MODULE}:DeepSpeedZeRoOffload"
-BEFORE_BACKWARD = "pre_bwd_fn"
-"""Attribute of a module through whose ``apply`` DeepSpeed's hook passes each output."""
-AFTER_BACKWARD = "post_bwd_fn"
-"""Attribute of a module through whose ``apply`` DeepSpeed's hook passes each input."""
+BEFORE_BACKWARD, AFTER_BACKWARD = "pre_bwd_fn", "post_bwd_fn"
+"""Attributes of a module through whose ``apply`` DeepSpeed's hooks pass each output, and each input."""
 
 
 def rebind(offload: Any) -> dict[str, Callable[..., Any]]:
@@ -42,10 +38,9 @@ def invalidate_trace(offload: Any) -> None:
 
 
 def number_modules(module: Any, count: list[int]) -> None:
-    """Give `module` and all modules below it their ``ds_id``.
+    """Give `module` and all below it numbers and marks as ``_register_deepspeed_module``; `count` has the last number.
 
-    Numbers and marks are the same as from ``_register_deepspeed_module``: depth first, parent before child, without
-    modules inside of a leaf module. `count` carries the last number over to the next call.
+    Depth first, parent before child, and not within a leaf module.
     """
     from deepspeed.utils import z3_leaf_module
 
@@ -98,12 +93,10 @@ def _original(function: Any) -> Any:
 
 def _bind(shape: HookShape, offload: Any) -> dict[str, Callable]:
     # make all cells before filling them: the functions may refer to each other in any order
-    cells = {name: CellType() for name in shape.codes}
-    cells["self"] = CellType(offload)
+    cells = {"self": CellType(offload), **{name: CellType() for name in shape.codes}}
     for name, code in shape.codes.items():
-        function = FunctionType(
-            code, shape.function.__globals__, name, None, tuple(cells[free] for free in code.co_freevars)
-        )
+        closure = tuple(cells[free] for free in code.co_freevars)
+        function = FunctionType(code, shape.function.__globals__, name, None, closure)
         function.__module__ = shape.function.__module__
         function.__qualname__ = f"{shape.function.__qualname__}.<locals>.{name}"
         cells[name].cell_contents = _decorated(function, shape.wrappers[name])

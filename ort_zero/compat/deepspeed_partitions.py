@@ -1,8 +1,7 @@
 """Compute how DeepSpeed lays parameters out in flat tensors, for a world size and a ZeRO stage.
 
-ZeRO-1 and 2 put the parameters of a group one after the other into one vector, and cut it equally over the ranks.
-ZeRO-3 cuts each parameter over the ranks; a rank's cuts of a sub-group's parameters lie one after the other in one flat
-tensor.
+ZeRO-1 and 2 cut the vector of a group's parameters equally over the ranks. ZeRO-3 cuts each parameter, and a rank's
+cuts of a sub-group lie one after the other in one flat tensor.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ class FlatGroup(NamedTuple):
 
 
 def places_between(parameters: Iterable[tuple[str, int, int]], first: int, end: int) -> tuple[Place, ...]:
-    """Return the places of a vector's parameters in its part from element `first` to `end`.
-
-    Args:
-        parameters: name, first element in the vector and number of elements of each parameter.
-    """
+    """Return the places of parameters (name, first element, elements) in a vector's part from `first` to `end`."""
     places = []
     for name, position, elements in parameters:
         low, high = max(position, first), min(position + elements, end)
@@ -60,11 +55,7 @@ def places_between(parameters: Iterable[tuple[str, int, int]], first: int, end: 
 def zero12_group(
     number: int, names: Sequence[str], shapes: Shapes, part: int, parts: int, pads: Sequence[int] | None = None
 ) -> FlatGroup:
-    """Return part number `part` of the flat tensor of one parameter group, which is cut into `parts` equal parts.
-
-    Args:
-        pads: number of padding elements behind each parameter; None for no padding between parameters.
-    """
+    """Return part number `part` of `parts` equal ones of a group's flat tensor; `pads` elements follow parameters."""
     parameters, total = [], 0
     for name, pad in zip(names, pads or [0] * len(names)):
         elements = math.prod(shapes[name])
@@ -91,11 +82,7 @@ def zero3_group(number: int, names: Sequence[str], shapes: Shapes, rank: int, wo
 def zero3_groups(
     groups: Sequence[Sequence[str]], shapes: Shapes, rank: int, world_size: int, sub_group_size: int
 ) -> list[FlatGroup]:
-    """Return the flat tensors of a rank under ZeRO-3: one per sub-group of a parameter group.
-
-    Args:
-        sub_group_size: DeepSpeed's option: elements of one rank from which a sub-group is full.
-    """
+    """Return the flat tensors of a rank under ZeRO-3: one per sub-group, full from `sub_group_size` elements on."""
     flat_groups = []
     for number, names in enumerate(groups):
         members: list[str] = []

@@ -1,16 +1,15 @@
-"""Access weights, fp32 master weights and moments of a DeepSpeed 0.19 engine in one way for ZeRO-0, 1, 2 and 3.
+"""Access weights, fp32 master weights and moments of a DeepSpeed engine in one way for ZeRO-0, 1, 2 and 3.
 
-The returned tensors are the live ones: after :meth:`EngineState.loaded` the engine trains with the values that were
-written into them.
+Tensors are the live ones: after :meth:`EngineState.loaded` the engine trains with the values that were written to them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,10 +21,11 @@ from ort_zero.errors import CheckpointError
 
 _OFFLOAD_BUFFER = "_offload_buffer"
 """End of the names of scratch buffers among the optimizer states (``deepspeed/runtime/zero/offload_states.py``)."""
+_SETTERS = ("set_full_hp_param", "set_local_hp_param", "refresh_fp32_params", "load_state_dict")
+"""Methods of DeepSpeed's optimizers, and of parameters under ZeRO-1 and 2, that set masters and moments."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flat:
+class Flat(NamedTuple):
     """A flat buffer of master weights on this rank, and the key of its optimizer state."""
 
     group: int
@@ -38,8 +38,7 @@ class Flat:
     """The ranges of parameters that this rank owns, with their offsets in `master`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalPart:
+class LocalPart(NamedTuple):
     """The range of a parameter without master weights that is on this rank."""
 
     name: str
@@ -49,23 +48,6 @@ class LocalPart:
     """The live tensor: 1-D for a partition, else in the parameter's shape."""
     length: int
     """Number of valid elements; the rest of a partition is padding."""
-
-
-_SETTERS = ("set_full_hp_param", "set_local_hp_param", "refresh_fp32_params", "load_state_dict")
-"""Methods of DeepSpeed's optimizers, and of parameters under ZeRO-1 and 2, that set masters and moments."""
-
-
-def _call_before(owner: Any, name: str, action: Callable[[], Any]) -> Callable[[], None]:
-    """Have a method of one object call `action` first; return a function that puts the method back."""
-    original, is_on_instance = getattr(owner, name), name in vars(owner)
-
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        action()
-        return original(*args, **kwargs)
-
-    setattr(owner, name, method)
-    return lambda: setattr(owner, name, original) if is_on_instance else delattr(owner, name)
 
 
 class EngineState:
@@ -85,8 +67,6 @@ class EngineState:
         self.parameters = dict(self.module.named_parameters())
         self.partitioned = self.stage == 3
         self._flats: tuple[Flat, ...] | None = None
-
-    # -- reading and changing the state -------------------------------------------------------------------------------
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the full shape of a parameter."""
@@ -111,9 +91,8 @@ class EngineState:
     def flats(self) -> tuple[Flat, ...]:
         """Return the flat buffers of this rank; empty without an optimizer."""
         if self._flats is None:
-            by_stage = {0: self._flats_of_stage_0, 3: self._flats_of_stage_3}
-            of_stage = by_stage.get(self.stage, self._flats_of_stage_1_and_2)
-            self._flats = () if self.optimizer is None else tuple(of_stage())
+            stages = (self._replicated, self._flats_of_stage_1_and_2, self._flats_of_stage_1_and_2, self._sub_groups)
+            self._flats = () if self.optimizer is None else tuple(stages[self.stage]())
         return self._flats
 
     def base_optimizer(self) -> Any:
@@ -129,10 +108,7 @@ class EngineState:
         return self.names[id(flat.key)] if self.stage == 0 else None
 
     def existing_state_of(self, flat: Flat) -> dict[str, Any]:
-        """Return a copy of the optimizer state of a flat buffer, empty if the optimizer has none yet.
-
-        The buffers of ``engine.offload_states()``, which DeepSpeed keeps among the states, are left out.
-        """
+        """Return a copy of a flat buffer's optimizer state, empty if there is none yet, without offload buffers."""
         state = self.base_optimizer().state.get(flat.key, {})
         return {key: value for key, value in state.items() if not str(key).endswith(_OFFLOAD_BUFFER)}
 
@@ -156,24 +132,22 @@ class EngineState:
         return isinstance(self.base_optimizer(), torch.optim.Optimizer) and not outside
 
     def before_changes(self, action: Callable[[], Any]) -> Callable[[], None]:
-        """Call `action` before masters or moments change; return a function that ends that.
+        """Call `action` before a step, or a program (``safe_set_full_fp32_param``), changes masters or moments.
 
-        They change in each step of the torch optimizer, and where a program sets them, as by DeepSpeed's
-        ``safe_set_full_fp32_param``.
+        Returns:
+            A function that ends that.
         """
 
         def before_step(*_: Any) -> None:  # torch takes what a hook returns for other arguments of the step
             action()
 
-        ends = [self.base_optimizer().register_step_pre_hook(before_step).remove]
+        ends = ExitStack()
+        ends.callback(self.base_optimizer().register_step_pre_hook(before_step).remove)
         for owner in (self.optimizer, *self.parameters.values()):
-            ends += [_call_before(owner, name, action) for name in _SETTERS if hasattr(owner, name)]
-
-        def end() -> None:
-            for each in ends:
-                each()
-
-        return end
+            for name in _SETTERS:
+                if hasattr(owner, name):
+                    ends.callback(_call_before(owner, name, action))
+        return ends.close
 
     def optimized(self) -> set[str]:
         """Return the names of the parameters that the optimizer trains, with master weights on any rank."""
@@ -259,14 +233,8 @@ class EngineState:
         for name, value in values.items():
             setattr(self.engine, name, value)
 
-    # -- around saving and loading ------------------------------------------------------------------------------------
-
     def wait_for_copies(self) -> None:
-        """Wait until master weights and partitions contain the results of the last step.
-
-        Gathered parameters of ZeRO-3 may stay gathered: their partitions are up to date, and DeepSpeed drops gathered
-        tensors without copying anything back (``_partition_param`` without ``has_been_updated``).
-        """
+        """Wait until master weights and partitions contain the results of the last step."""
         if hasattr(self.optimizer, "_wait_for_offload_copies"):
             self.optimizer._wait_for_offload_copies()
 
@@ -300,8 +268,6 @@ class EngineState:
             # DeepSpeed makes the parameters' views of the optimizer state again at their next use
             optimizer._hp_optimizer_states_linked = False
 
-    # -- the stages ---------------------------------------------------------------------------------------------------
-
     def _flats_of_stage_1_and_2(self) -> Iterator[Flat]:
         # not from DeepSpeed's ``_hp_mapping``: with round_robin_gradients its order is not the order in the buffer
         for index, (group, master) in enumerate(zip(_flat_layout(self.optimizer), _masters(self.optimizer))):
@@ -310,18 +276,17 @@ class EngineState:
             places = places_between(parameters, first, first + master.numel())
             yield Flat(group=index, master=master.data, key=master, places=places)
 
-    def _flats_of_stage_3(self) -> Iterator[Flat]:
+    def _sub_groups(self) -> Iterator[Flat]:
         optimizer = self.optimizer
-        for index, (parameters, master) in enumerate(
-            zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat)
-        ):
+        masters = optimizer.fp32_partitioned_groups_flat
+        for index, (parameters, master) in enumerate(zip(optimizer.fp16_groups, masters)):
             shapes = {self.names[id(p)]: full_shape(p) for p in parameters}
             group = parameters[0].ds_process_group if parameters else None
             number = optimizer.sub_group_to_group_id[index]
             flat = zero3_group(number, list(shapes), shapes, dist.get_rank(group), dist.get_world_size(group))
             yield Flat(group=number, master=master.data, key=master, places=flat.places)
 
-    def _flats_of_stage_0(self) -> Iterator[Flat]:
+    def _replicated(self) -> Iterator[Flat]:
         rank = dist.get_rank()
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
@@ -336,6 +301,19 @@ class EngineState:
                 start, end = _slice_of(tensor.numel(), rank)
                 if end > start:
                     dist.broadcast(tensor[start:end], src=rank)
+
+
+def _call_before(owner: Any, name: str, action: Callable[[], Any]) -> Callable[[], None]:
+    """Have a method of one object call `action` first; return a function that puts the method back."""
+    original, is_on_instance = getattr(owner, name), name in vars(owner)
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        action()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, method)
+    return lambda: setattr(owner, name, original) if is_on_instance else delattr(owner, name)
 
 
 def _slice_of(elements: int, rank: int) -> tuple[int, int]:

@@ -1,12 +1,8 @@
 """Have DeepSpeed gather the parameters of a module and of the modules below together, and nothing else of a leaf.
 
 A leaf module of ZeRO-3 (``set_z3_leaf_modules``) also hands its gradients on together, from a backward hook of the
-module, with zeros for those that are missing. That is meant for mixtures of experts. It is wrong for a module whose
-inputs need no gradient, since torch calls such a hook before the module's backward (DeepSpeed 0.16 to 0.19). So a unit
+module. That is wrong where its inputs need no gradient: torch calls such a hook before the module's backward. So a unit
 is a leaf for the gathers alone.
-
-A forward in a unit may gather weights of submodules itself (``deepspeed.zero.GatheredParameters``). They are whole
-already, with the unit's others, and DeepSpeed refuses to release what a running module uses.
 """
 
 from __future__ import annotations
@@ -45,9 +41,7 @@ def gather_together(modules: Iterable[nn.Module]) -> None:
 
 
 def max_gathered_elements(model: nn.Module, zero: Mapping[str, Any]) -> int:
-    """Return the largest number of parameter elements that plain DeepSpeed gathers at a time.
-
-    These are the elements of the largest module, and of one prefetch.
+    """Return the number of elements that plain DeepSpeed gathers at most: those of the largest module and a prefetch.
 
     Args:
         model: the user's model, before units are gathered together.
@@ -73,8 +67,7 @@ def prefetch_less(engine: Any, units: Iterable[nn.Module]) -> None:
 def require_equal_sizes(engine: Any, units: Iterable[nn.Module]) -> None:
     """Raise RankError on all data-parallel ranks, which must all call, if their units or bucket sizes differ.
 
-    Units decide what is gathered at once and the order of gradients, buckets how much is reduced or prefetched at once.
-    Both come from the model and the config of each rank.
+    Both come from the model and the config of each rank, and decide what goes into a collective.
     """
     names = {id(module): name for name, module in engine.module.named_modules()}
     sizes = {f"the number of elements of unit {names.get(id(unit), '?')}": elements_of(unit) for unit in units}
@@ -104,8 +97,7 @@ def is_unit(module: nn.Module) -> bool:
 def make_whole(unit: nn.Module) -> bool:
     """Gather the weights of a unit whose backward begins, if DeepSpeed has not; return whether that was needed.
 
-    DeepSpeed gathers before the gradient of a module's result is used. A result that leaves a unit by an argument, a
-    global or an attribute is none that DeepSpeed sees.
+    DeepSpeed sees no result that leaves a unit by an argument, a global or an attribute.
     """
     if all(parameter.numel() == full_size(parameter) for parameter in parameters_of(unit)):
         return False
@@ -117,7 +109,7 @@ def make_whole(unit: nn.Module) -> bool:
 def hand_gradients_on(root: nn.Module) -> None:
     """Have each gradient of the units below `root` handed on as soon as it exists, as other modules do.
 
-    To be called after the hooks of modules are registered, and before the optimizer registers those of parameters.
+    To be called between the registrations of the hooks of modules and those of parameters.
     """
     for module in root.modules():
         if is_unit(module):
@@ -127,7 +119,10 @@ def hand_gradients_on(root: nn.Module) -> None:
 
 
 def patches() -> tuple[Patch, ...]:
-    """Return the patch of ``GatheredParameters`` that leaves out parameters which a running module has gathered."""
+    """Return the patch of ``GatheredParameters`` that leaves out parameters which a running module has gathered.
+
+    They are whole already, and DeepSpeed refuses to release what a running module uses.
+    """
     return (
         Patch(
             target=f"{_MODULE}:GatheredParameters.__enter__",

@@ -1,9 +1,7 @@
 """Make DeepSpeed before 0.19 wait for all parameters that it gathers together on CPUs.
 
-Its ``Init._allgather_params_coalesced`` starts one ``all_gather`` for each parameter and waits only for the last. On a
-CUDA stream the last one ends after all others, but gloo's collectives end in any order. Then parameters may contain
-uninitialized memory: in ``deepspeed.zero.GatheredParameters``, and after each step the persistent ones
-(``stage3_param_persistence_threshold``).
+It waits for the last ``all_gather`` alone, but those of gloo end in any order. Parameters may then be uninitialized
+memory: in ``deepspeed.zero.GatheredParameters``, and the persistent ones after each step.
 """
 
 from __future__ import annotations

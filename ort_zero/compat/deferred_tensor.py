@@ -25,7 +25,7 @@ class Values:
 
     @property
     def are_computed(self) -> bool:
-        """Whether somebody has read the values."""
+        """Return whether somebody has read the values."""
         return self._values is not None
 
     def now(self) -> torch.Tensor:

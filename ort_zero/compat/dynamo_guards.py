@@ -25,11 +25,7 @@ _WAYS_OUT: tuple[tuple[str, str], ...] = (
 
 
 def words_of(reason: str, evaluate: Callable[[str], str | None]) -> str:
-    """Return Dynamo's reason why a graph does not fit a call, in words.
-
-    Args:
-        evaluate: returns the type and the value of an expression in the call's function, as text; None if it has none.
-    """
+    """Return in words why a graph does not fit a call; `evaluate` returns an expression's value in it as text."""
     text = re.sub(r"^\d+/\d+: ", "", reason.strip())
     guard, _, rest = text.partition("  #")
     change = _change(as_users_write(guard.strip()), evaluate)

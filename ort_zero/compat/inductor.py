@@ -1,7 +1,7 @@
 """Compile graphs of ATen calls by Inductor, through its inner entry (torch 2.7 to 2.15), which has no public name.
 
-What is public, ``torch.compile``, divides forward and backward itself. ZeRO-3 needs another division: no view of a
-weight is kept. Inductor is imported by the first call, since that takes seconds.
+``torch.compile`` divides forward and backward itself, and may keep a view of a weight, which ZeRO-3 must release.
+Inductor is imported by the first call, since that takes seconds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Run a session of ONNX Runtime on the memory of torch's tensors, with one call for all inputs.
 
-``IOBinding.bind_input`` and ``bind_output`` (ONNX Runtime 1.19 to 1.32) take a call for each tensor, and look the
-device up by its name each time. A vector of values takes one call for all tensors. It names element types by NumPy,
-which has no bfloat16: a session with such inputs or results gets an IOBinding. So does every session of 1.19 and 1.20,
-whose vectors take such calls in the wheels with the training part alone.
+A vector of values takes one call for all tensors, an IOBinding one for each. But the vector names element types by
+NumPy, which has no bfloat16, and in the plain wheels of 1.19 and 1.20 it takes no such call.
 """
 
 from __future__ import annotations
@@ -22,9 +20,8 @@ Shapes = Sequence[Sequence[int]]
 _FAULTS = {"Sqrt": ((1, 22), "returns NaN for infinity")}
 """What an operator on CPUs does wrong before a release; 1.22 is the first one after 1.19 that was tried."""
 _SUMS = frozenset({"ReduceSum", "ReduceMean"})
-"""Operators that PyTorch runs in 16 bits on a GPU: ONNX Runtime's ReduceSum adds in 16 bits, with an error of 1e-2 over
-4,096 rows in bfloat16, another one in each run, where PyTorch's is 3e-3 (onnxruntime-gpu 1.31.1). ReduceMean was not
-measured."""
+"""Operators that PyTorch runs in 16 bits on a GPU: ReduceSum adds in 16 bits there, with an error of 1e-2 over 4,096
+rows in bfloat16, where PyTorch's is 3e-3 (onnxruntime-gpu 1.31.1)."""
 
 
 def fault_of(operator: str, device: str, dtypes: Sequence[torch.dtype | None]) -> str | None:
@@ -44,10 +41,9 @@ def runner_of(
     sizes: Sequence[str],
     outputs: Sequence[tuple[str, ElementType]],
 ) -> Callable[[Sequence[Any], Shapes, Sequence[Any], Shapes], None]:
-    """Return a function that runs a session on dense tensors.
+    """Return a function that runs a session: of inputs and changing sizes, their shapes, the results and theirs.
 
-    The function takes the inputs, then the sizes that change; the shapes of both as they lie in memory, outermost
-    dimension first; the results; and the shapes of the results as they lie in memory.
+    Tensors are dense; shapes are as they lie in memory, outermost dimension first.
 
     Args:
         device: kind and number of the device of inputs and results.

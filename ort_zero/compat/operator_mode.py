@@ -1,7 +1,4 @@
-"""See each operator that PyTorch runs, and the autograd nodes behind a result.
-
-Torch's own ``DebugMode`` keeps texts and hashes of operators; this mode hands on the tensors.
-"""
+"""See each operator that PyTorch runs with its tensors, and the autograd nodes behind a result."""
 
 from __future__ import annotations
 

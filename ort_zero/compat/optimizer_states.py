@@ -21,24 +21,16 @@ _ELEMENTS = 2
 
 
 class OptimizerStates(NamedTuple):
-    """The states that an optimizer keeps of a parameter."""
+    """The names of the states of a parameter: with one value per element, and with one, such as ``step``."""
 
     elementwise: set[str]
-    """Names of the states with one value per element."""
     numbers: set[str]
-    """Names of the states with one value, such as ``step``."""
 
 
 def states_after_a_step(optimizer: Any, device: torch.device) -> OptimizerStates | None:
-    """Return the states that `optimizer` keeps after a step, without changing it.
+    """Return the states that `optimizer` keeps after a step, without changing it; None for an unknown class.
 
     For a class of torch, a copy of the optimizer makes a step with one trial parameter for each parameter group.
-
-    Args:
-        optimizer: the optimizer inside of ZeRO's optimizer, or the engine's optimizer.
-
-    Returns:
-        The states, or None for an unknown class, whose step may do more than change parameters.
     """
     kind = type(optimizer)
     if kind.__name__ in _DEEPSPEED_STATES and kind.__module__.startswith("deepspeed."):
@@ -48,7 +40,11 @@ def states_after_a_step(optimizer: Any, device: torch.device) -> OptimizerStates
     trial = object.__new__(kind)
     vars(trial).update(vars(optimizer))
     trial.state = defaultdict(dict)
-    trial.param_groups = [{**group, "params": [_parameter(device)]} for group in optimizer.param_groups]
+    trial.param_groups = []
+    for group in optimizer.param_groups:
+        parameter = torch.nn.Parameter(torch.zeros(_ELEMENTS, device=device))
+        parameter.grad = torch.zeros_like(parameter)
+        trial.param_groups.append({**group, "params": [parameter]})
     step = getattr(kind.step, "__wrapped__", kind.step)  # without the hooks of the user
     try:
         step(trial)
@@ -62,9 +58,3 @@ def states_after_a_step(optimizer: Any, device: torch.device) -> OptimizerStates
             elif isinstance(value, (int, float)) or torch.is_tensor(value):
                 states.numbers.add(name)
     return states
-
-
-def _parameter(device: torch.device) -> torch.nn.Parameter:
-    parameter = torch.nn.Parameter(torch.zeros(_ELEMENTS, device=device))
-    parameter.grad = torch.zeros(_ELEMENTS, device=device)
-    return parameter

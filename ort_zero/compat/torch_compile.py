@@ -1,8 +1,4 @@
-"""Reach the parts of torch.compile that a backend needs and that have no public name.
-
-They are the same in torch 2.7 to 2.15: AOTAutograd's entry for backends, the min-cut partitioner, the core
-decompositions, type promotion, and Dynamo's own errors and reasons.
-"""
+"""Reach the parts of torch.compile that a backend needs and that have no public name, alike in torch 2.7 to 2.15."""
 
 from __future__ import annotations
 
@@ -51,10 +47,19 @@ __all__ = (
 
 _MODULE_GLOBALS = vars(modules)
 _KNAPSACK = "_optimize_runtime_with_given_memory"
-_EXAMPLE = 3
-"""The value with which a size that can change is traced: torch takes 0 and 1 for sizes that cannot."""
 RECOMPILE_LIMIT = 64
 """Graphs of one function that Dynamo keeps; layers whose attributes differ need one each, and the default is 8."""
+_DYNAMO_OPTIONS = {"skip_nnmodule_hook_guards": False, "use_numpy_random_stream": True}
+"""Dynamo's settings while it traces a unit: guards on hooks that are added later, and NumPy's own random numbers."""
+while_converting: list[Callable[[Any], AbstractContextManager[None]]] = [nullcontext]
+"""The last one makes the block around a conversion, of the module whose call is converted."""
+_conversions = 0
+_converted = threading.local()
+"""The module whose call this thread converts now."""
+_tracing = threading.RLock()
+"""Held while :data:`_DYNAMO_OPTIONS` are set, so that no other thread restores them too early, or keeps them."""
+_sizes_seen: MutableMapping[Any, Any] = WeakIdKeyDictionary()
+"""For each module what Dynamo has noted of the sizes in its conversions, by code."""
 
 
 def compile_function(
@@ -108,30 +113,11 @@ def compile_function(
     return optimize(function)
 
 
-_DYNAMO_OPTIONS = {"skip_nnmodule_hook_guards": False, "use_numpy_random_stream": True}
-"""Dynamo's settings while it traces a unit; the user's own ``torch.compile`` keeps torch's.
-
-By torch's own, a graph goes on without hooks that were added later, and NumPy's random functions in a graph draw from
-torch's generator."""
-while_converting: list[Callable[[Any], AbstractContextManager[None]]] = [nullcontext]
-"""The last one makes the block around a conversion, of the module whose call is converted."""
-_conversions = 0
-_converted = threading.local()
-"""The module whose call this thread converts now."""
-_tracing = threading.RLock()
-"""Held while :data:`_DYNAMO_OPTIONS` are set, so that no other thread restores them too early, or keeps them."""
-
-
-_sizes_seen: MutableMapping[Any, Any] = WeakIdKeyDictionary()
-"""For each module what Dynamo has noted of the sizes in its conversions, by code."""
-
-
 @contextmanager
 def _comparing_sizes_of(module: Any) -> Iterator[None]:
     """Have Dynamo trace a size as one that changes only where it has changed between conversions of this module.
 
-    By torch's own, the layers of a network whose sizes differ have symbolic sizes from the second one on. A graph with
-    these takes half as long again to trace and serves no other layer, since the sizes of weights are fixed.
+    By torch's own, layers whose sizes differ have symbolic sizes, whose graphs take half as long again to trace.
     """
     from torch._dynamo import pgo
 
@@ -146,10 +132,7 @@ def _comparing_sizes_of(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _leaving_generators_to_python() -> Iterator[None]:
-    """Have Python call ``random.Random`` and the methods of such objects while Dynamo traces.
-
-    Dynamo makes the state that an object has at the trace, and the one that its draws leave, constants of the graph.
-    """
+    """Have Python draw from ``random.Random``, whose states Dynamo would make constants of the graph."""
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.variables.misc import RandomVariable
 
@@ -173,11 +156,7 @@ def conversions() -> int:
 
 
 def allocation_on(device: torch.device) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
-    """Return torch's fastest function that allocates a strided tensor on a device, without values.
-
-    On CPUs it is that of Inductor's programs. It takes half of the 20 us that ``torch.empty_strided`` takes after a
-    product of matrices has filled the processor's caches.
-    """
+    """Return torch's fastest function that allocates a strided tensor without values: half of 20 us on CPUs."""
     if device.type == "cpu":
         return torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
     return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device)
@@ -185,10 +164,7 @@ def allocation_on(device: torch.device) -> Callable[[Sequence[int], Sequence[int
 
 @functools.cache
 def _leave_guards_untimed() -> None:
-    """Keep Dynamo from timing the guards of each new graph for its debug log, which also clears the processor's cache.
-
-    That takes 20 ms of the 120 that a small unit takes to compile.
-    """
+    """Keep Dynamo from timing the guards of each new graph for its debug log: 20 of a small unit's 120 ms."""
     from torch._dynamo import guards
 
     if hasattr(guards, "profile_guard_manager") and not guards.guards_log.isEnabledFor(logging.DEBUG):
@@ -222,17 +198,16 @@ def graph_of(
     for shape in shapes:
         kinds = [DimDynamic.DUCK if size is None else DimDynamic.STATIC for size in shape]
         context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
-        example = torch.empty([_EXAMPLE if size is None else size for size in shape])
+        example = torch.empty([3 if size is None else size for size in shape])  # for torch, 0 and 1 cannot change
         fakes.append(mode.from_tensor(example, symbolic_context=context))
     with mode, torch.no_grad():
         return make_fx(lambda *tensors: [function(*tensors)], dict(decompositions))(*fakes)
 
 
 def converted_call() -> tuple[Any, str | None]:
-    """Return the module whose call Dynamo converts now, and the name of the conversion, such as ``"0/3"``.
+    """Return the module (or None) whose call Dynamo converts now, and the name of the conversion, such as ``"0/3"``.
 
-    Dynamo's reasons begin with the name of the conversion that has made the graph which does not fit. To be called
-    within a compilation, by a backend or by what is noted of guards; the module is None for a function without one.
+    Dynamo's reasons begin with the name of the conversion that has made the graph which does not fit.
     """
     return getattr(_converted, "module", None), str(torch._guards.CompileContext.current_compile_id() or "") or None
 
@@ -268,11 +243,11 @@ def partitioner_options(fraction: float, joins_equal_calls: bool) -> AbstractCon
         joins_equal_calls: it makes one call of several with the same arguments. In torch 2.13 that imports Inductor's
             lowerings, which takes more than a second.
     """
-    budget = ExitStack()
-    budget.enter_context(functorch_config.patch(activation_memory_budget=fraction, cse=joins_equal_calls))
+    options = ExitStack()
+    options.enter_context(functorch_config.patch(activation_memory_budget=fraction, cse=joins_equal_calls))
     if Version(torch.__version__) < Version("2.8"):
-        budget.enter_context(_saving_what_must_be_saved())
-    return budget
+        options.enter_context(_saving_what_must_be_saved())
+    return options
 
 
 @contextmanager
@@ -308,9 +283,9 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def allow_second_backwards() -> None:
-    """Let the backward of the graph that is compiled now run more than once, as with ``retain_graph=True``.
+    """Let the backward of the graph whose forward is compiled now run more than once (``retain_graph=True``).
 
-    Torch refuses that where Inductor may overwrite what the forward keeps. To be called when the forward is compiled.
+    Torch refuses that where Inductor may overwrite what the forward keeps.
     """
     context: Any = torch._guards.TracingContext.try_get()
     buffers = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)
@@ -321,8 +296,7 @@ def allow_second_backwards() -> None:
 def is_taken_apart(arguments: Iterable[Any]) -> bool:
     """Return True where torch does not just compute with real tensors, so that a call must run the user's own code.
 
-    Torch then traces, exports, compiles, batches or differentiates forward. Or a dispatch mode sees each operator,
-    hooks on all modules of the process see each module, or tensors have no values or a class of their own.
+    It traces, compiles, batches, differentiates forward, or lets modes or hooks on all modules see what happens.
     """
     functorch: Any = torch._C._functorch
     return (
@@ -347,10 +321,7 @@ def _is_special(argument: Any) -> bool:
 
 
 def called_module(depth: int) -> Any:
-    """Return the module whose ``__call__`` runs the function `depth` frames up; None if something else called it.
-
-    A forward on an instance does not know for which module it was called: a shallow copy has the same one.
-    """
+    """Return the module whose ``__call__`` runs the function `depth` frames up, also of a shallow copy; else None."""
     caller = sys._getframe(depth + 1)
     return caller.f_locals.get("self") if caller.f_globals is _MODULE_GLOBALS else None
 
@@ -371,11 +342,8 @@ def in_backward() -> bool:
 
 
 def computes_in_tf32() -> bool:
-    """Return True if torch may round the factors of float32 products to TF32 on a GPU.
-
-    A script that has set ``fp32_precision`` (torch 2.9) must not read ``allow_tf32``: torch raises an error.
-    """
+    """Return True if torch may round the factors of float32 products to TF32 on a GPU."""
     products = torch.backends.cuda.matmul
-    if hasattr(products, "fp32_precision"):
+    if hasattr(products, "fp32_precision"):  # torch 2.9: a script that has set it must not read the other
         return products.fp32_precision == "tf32"
     return products.allow_tf32

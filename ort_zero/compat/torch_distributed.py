@@ -22,11 +22,7 @@ from ort_zero.errors import RankError
 
 
 def default_store() -> Store:
-    """Return the key-value store of the default process group.
-
-    Raises:
-        ValueError: no process group has been initialised.
-    """
+    """Return the key-value store of the default process group; without one raise ValueError."""
     return _get_default_store()
 
 
@@ -40,10 +36,7 @@ def record_for_torchrun(text: str) -> None:
 
 
 def silence_deprecated_collectives() -> None:
-    """Silence torch's warning about the collectives that DeepSpeed 0.19 calls, on which no user can act.
-
-    The filter is the last one, so that a user who asks for the warning (``-W``, ``filterwarnings``) gets it.
-    """
+    """Silence the warning about the collectives that DeepSpeed 0.19 calls, but for users who ask for it (``-W``)."""
     text = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
     # torch attributes the warning to its own wrapper, not to the caller
     warnings.filterwarnings("ignore", text, FutureWarning, r"torch\.distributed\.c10d_logger", append=True)
@@ -55,11 +48,10 @@ def compares_ranks() -> bool:
 
 
 def require_equal(what: str, values: Mapping[str, Any], group: Any, always: bool = False) -> None:
-    """Raise RankError on all ranks of `group` if values differ; compare at ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` alone.
+    """Raise RankError on all ranks of `group`, which must all call, if values differ; name the first that does.
 
-    At that level torch itself compares the kinds and sizes of collectives, but neither messages between two ranks nor
-    whose gradients are added up. All ranks of `group` must call; `always` compares at all levels. The message has the
-    first name whose values differ, with the values of all ranks.
+    Unless `always`, values are compared at ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` alone: there torch itself compares kinds
+    and sizes of collectives, but not whose gradients are added up.
     """
     if not (always or compares_ranks()):
         return
@@ -85,13 +77,11 @@ def default_timeout() -> timedelta:
 _FAILED_COLLECTIVE = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|timed out|broken pipe|socket", re.IGNORECASE
 )
+"""What gloo's errors, plain RuntimeErrors, have in their texts."""
 
 
 def is_collective_error(error: BaseException | None) -> bool:
-    """Return True if an error, or one of its causes, comes from a collective whose other ranks are gone.
-
-    gloo raises a plain RuntimeError, which only its text distinguishes from other errors.
-    """
+    """Return True if an error, or one of its causes, comes from a collective whose other ranks are gone."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

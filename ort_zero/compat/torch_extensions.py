@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,6 @@ from ort_zero.utils.trusted_folder import reason_not_to_trust
 
 _SILENT_SECONDS = 10.0
 """Seconds of waiting for a lock after which a message says what for; the next messages come a minute apart."""
-_COMPILERS = frozenset(("cc1plus", "ninja", "g++", "c++", "clang++", "nvcc", "cicc", "ptxas"))
-"""Names of processes that compile C++ or CUDA."""
-
 CURE = "apt-get install g++ python3-dev"
 """The command that installs what DeepSpeed's operators are compiled with."""
 _DEVICES = ("/dev/nvidia0", "/dev/kfd", "/dev/dri", "/dev/accel")
@@ -37,15 +34,12 @@ _DEVICES = ("/dev/nvidia0", "/dev/kfd", "/dev/dri", "/dev/accel")
 
 
 def prepare() -> None:
-    """Give torch a writable folder for extensions, and the program ninja of this environment.
+    """Give torch a writable folder for extensions, and the program ninja beside this interpreter, not on ``PATH``.
 
-    torch compiles into the home folder and finds ninja on ``PATH``. A home may be read-only or missing. An interpreter
-    that is called by its path has ninja beside it, but not on ``PATH``. Settings of the user stay.
+    torch compiles into the home folder, which may be read-only or missing. Settings of the user stay.
     """
-    if not os.environ.get("TORCH_EXTENSIONS_DIR"):
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        if not env.can_write(Path(cache) / "torch_extensions"):
-            os.environ["TORCH_EXTENSIONS_DIR"] = str(env.cache_dir() / "torch_extensions")
+    if not os.environ.get("TORCH_EXTENSIONS_DIR") and not env.can_write(_folder()):
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(env.cache_dir() / "torch_extensions")
     beside = os.path.dirname(sys.executable)
     if shutil.which("ninja") is None and shutil.which("ninja", path=beside) is not None:
         os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), beside))
@@ -74,10 +68,14 @@ def _link_libraries_without_spaces() -> None:
         cpp_extension.TORCH_LIB_PATH = str(link)
 
 
+def _folder() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions"))
+
+
 def unheld_locks() -> list[Path]:
     """Return the files ``lock`` in torch's folder for extensions that no process of this machine holds."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions"))
+    folder = _folder()
     locks = [*folder.glob("*/lock"), *folder.glob("*/*/lock")]
     return sorted(lock for lock in locks if _holder(lock) is None) if Path("/proc/self/fd").is_dir() else []
 
@@ -93,23 +91,20 @@ def _holder(lock: Path) -> str | None:
 
 
 def _tell_of_wait(lock: str) -> None:
-    """Log what this process waits for, since when, who holds the file, and whether a compiler runs."""
+    """Log what this process waits for, since when, and who holds the file."""
     try:
         made = os.stat(lock).st_mtime
     except FileNotFoundError:
         return  # the build has just ended
     since = time.strftime("%H:%M:%S", time.localtime(made))
     holder = _holder(Path(lock))
-    compilers = sorted(_COMPILERS & set(_names_of_processes()))
-    level, why = logging.WARNING, f"{holder} holds the file, and {(*compilers, 'no compiler')[0]} runs"
+    why = f"{holder} holds the file"
     if holder is None:
-        level = logging.ERROR
-        why = (
-            "no process of this machine holds the file. If no other machine compiles there, a build was killed: "
-            f"rm {shlex.quote(lock)}"
-        )
+        why = "no process of this machine holds the file. If no other machine compiles there, a build was killed: "
+        why += f"rm {shlex.quote(lock)}"
     # an error passes the filter of rank 0, which may be on a host where nothing waits
-    log.get_logger().log(level if env.rank() == 0 else logging.ERROR, "waiting for %s of %s: %s", lock, since, why)
+    level = logging.WARNING if holder is not None and env.rank() == 0 else logging.ERROR
+    log.get_logger().log(level, "waiting for %s of %s: %s", lock, since, why)
 
 
 def compiler() -> str | None:
@@ -119,10 +114,7 @@ def compiler() -> str | None:
 
 
 def missing_for_operators() -> str | None:
-    """Return what DeepSpeed lacks to compile its operator for shared memory; None if nothing, or on a GPU.
-
-    DeepSpeed compiles this operator when a rank starts on a machine without an accelerator, and stops if it cannot.
-    """
+    """Return what DeepSpeed lacks to compile its operator for shared memory, without which no rank starts on CPUs."""
     if os.environ.get("DS_ACCELERATOR", "cpu") != "cpu":
         return None
     if "DS_ACCELERATOR" not in os.environ and any(map(os.path.exists, _DEVICES)):
@@ -136,18 +128,11 @@ def missing_for_operators() -> str | None:
 def unsuitable_compiler() -> str | None:
     """Return the compiler that torch would use for DeepSpeed's operators, if it is clang; else None.
 
-    On CPUs DeepSpeed compiles an operator for shared memory at its start. This operator passes AVX vectors to functions
-    that are compiled without AVX, and is linked without OpenMP; clang rejects both.
+    The operator for shared memory calls functions without AVX with AVX vectors, and links no OpenMP: clang rejects it.
     """
     name = os.environ.get("CXX") or "c++"
     path = shutil.which(name)
     return name if path is not None and "clang" in os.path.basename(os.path.realpath(path)) else None
-
-
-def _names_of_processes() -> Iterator[str]:
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # the process has ended
-            yield (process / "comm").read_text().strip()
 
 
 def patches() -> tuple[Patch, ...]:

@@ -12,10 +12,7 @@ WRAPPER_ATTRIBUTES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsd
 
 
 def named_modules_of(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the paths and modules of ``named_modules()``, each module once, by what torch itself keeps.
-
-    A class may replace torch's methods, also by methods with other arguments.
-    """
+    """Yield the paths and modules of ``named_modules()``, each module once, whatever methods a class replaces."""
     waiting, seen = [(path, module)], set()
     while waiting:
         path, current = waiting.pop()
@@ -50,13 +47,10 @@ def inside_of_ortmodule(module: Any) -> Any:
 
 
 def version_of(tensor: Any) -> int:
-    """Return how often the values of `tensor` were changed in place; views of one tensor count together.
-
-    Returns 0 for a tensor that was made under ``torch.inference_mode()``, which has no counter.
-    """
+    """Return how often the values of `tensor` were changed in place; views of one tensor count together."""
     try:
         return tensor._version
-    except RuntimeError:
+    except RuntimeError:  # made under torch.inference_mode()
         return 0
 
 
@@ -68,8 +62,7 @@ def is_view(tensor: Any) -> bool:
 def without_base(value: Any) -> Any:
     """Return a tensor that is no view, on the memory of a view; any other value itself.
 
-    A graph has views where PyTorch's kernels return tensors of their own (``_unsafe_view``). Autograd refuses to change
-    a view in place that was made without gradients.
+    Autograd refuses to change a graph's view in place, where PyTorch's kernel returns no view (``_unsafe_view``).
     """
     if type(value) is not torch.Tensor or value.layout is not torch.strided or not value._is_view():
         return value

@@ -1,9 +1,7 @@
 """Check the installed versions of Python, torch, DeepSpeed and ONNX Runtime against the only support table.
 
-Two engines run models: torch.compile with plain onnxruntime ("compile"), and ORTModule of onnxruntime-training ("ort").
-Versions are read from metadata; none of the checked packages is imported. A version below the lowest tested one is
-refused. A version above the highest tested one is accepted: the other modules of this package check the code that they
-need in it.
+Versions are read from metadata; none of the packages is imported. A version above the highest tested one is accepted:
+the other modules of this package check the code that they need in it.
 """
 
 from __future__ import annotations
@@ -57,7 +55,16 @@ ORT_PYTHON = SpecifierSet(">=3.10,<3.12")
 ORT_PYTHON_CURE = "use Python 3.10 or 3.11 (onnxruntime-training 1.19.2 has no later wheel)"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem that prevents the training of models."""
+
+    what: str
+    fix: str
+    """The command line that solves the problem."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """The installed version of one requirement, compared with the needed versions."""
 
@@ -71,16 +78,14 @@ class Finding:
 
 
 def installed(distribution: str) -> str | None:
-    """Return the installed version of `distribution`, or None.
-
-    A CPU build counts as onnxruntime-training; onnxruntime-gpu and onnxruntime-training count as onnxruntime.
-    """
+    """Return the installed version of `distribution`, or of one that :func:`_installed_name` takes for it, or None."""
     name = _installed_name(distribution)
     return None if name is None else metadata.version(name)
 
 
 def _installed_name(distribution: str) -> str | None:
-    same = {"onnxruntime": RUNTIMES, **dict.fromkeys(ORT_DISTRIBUTIONS, ORT_DISTRIBUTIONS)}
+    """Return the name of what is installed: a CPU build for onnxruntime-training, any ONNX Runtime for onnxruntime."""
+    same = {"onnxruntime": RUNTIMES, "onnxruntime-training": ORT_DISTRIBUTIONS}
     return next((name for name in same.get(distribution, (distribution,)) if _is_installed(name)), None)
 
 
@@ -104,15 +109,6 @@ def engine() -> str:
     return name
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One problem that prevents the training of models."""
-
-    what: str
-    fix: str
-    """The command line that solves the problem."""
-
-
 def clash() -> Problem | None:
     """Return the distributions of ONNX Runtime that are installed over one another; None for one or none."""
     present = [name for name in RUNTIMES if _is_installed(name)]
@@ -129,10 +125,9 @@ def clash() -> Problem | None:
 
 
 def damage() -> Problem | None:
-    """Return what another distribution has done to the files of the only one of ONNX Runtime; None if all are its own.
+    """Return which files of ONNX Runtime are missing, or have another size than pip has noted; None if all are there.
 
-    Where two were installed and one was uninstalled, the other one lacks the files that both had. Sizes are compared
-    with those that pip has noted.
+    Where two distributions were installed and one was uninstalled, the other one lacks the files that both had.
     """
     name = _installed_name("onnxruntime")
     if name is None:
@@ -154,16 +149,9 @@ def damage() -> Problem | None:
 
 def _python(needed_for: str) -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
-    built = installed("onnxruntime-training") is not None
-    wanted = ORT_PYTHON if needed_for == "ort" and not built else PYTHON
-    return Finding(
-        name="python",
-        found=version,
-        needed=str(wanted),
-        ok=Version(version) in wanted,
-        cure=ORT_PYTHON_CURE if needed_for == "ort" else "use Python 3.10 or later",
-        untested=needed_for == "ort" and built and Version(version) not in ORT_PYTHON,
-    )
+    needs_wheel = needed_for == "ort" and installed("onnxruntime-training") is None
+    wanted, cure = (ORT_PYTHON, ORT_PYTHON_CURE) if needs_wheel else (PYTHON, "use Python 3.10 or later")
+    return Finding("python", version, str(wanted), Version(version) in wanted, cure)
 
 
 def findings() -> tuple[Finding, ...]:
@@ -179,22 +167,15 @@ def _finding(req: Requirement) -> Finding:
     ok = base is not None and base in SpecifierSet(req.specifier)
     name = _installed_name(req.distribution) or req.distribution
     cure, runtime = req.cure, _installed_name("onnxruntime")
-    if req.distribution == "onnxruntime-training" and version is None and runtime is not None:
-        cure = f"pip uninstall -y {runtime} && {cure}"  # else the two would be installed over one another
-    return Finding(
-        name=req.distribution if name in ORT_DISTRIBUTIONS and "ort" in req.needed_for else name,
-        found=version,
-        needed=req.specifier,
-        ok=ok,
-        cure=cure,
-        untested=base is not None and ok and base not in SpecifierSet(req.tried),
-    )
+    if req.distribution == "onnxruntime-training":
+        name = req.distribution
+        if version is None and runtime is not None:
+            cure = f"pip uninstall -y {runtime} && {cure}"  # else the two would be installed over one another
+    return Finding(name, version, req.specifier, ok, cure, untested=ok and base not in SpecifierSet(req.tried))
 
 
 def require(needed_for: str) -> tuple[str, ...]:
     """Check that all packages for ``"compile"``, ``"ort"`` or ``"zero"`` have supported versions.
-
-    The two engines need no DeepSpeed.
 
     Returns:
         Each package with an untested version, as ``"torch 2.19.0"``.
@@ -212,7 +193,7 @@ def require(needed_for: str) -> tuple[str, ...]:
     for row in rows:
         if row.ok:
             continue
-        if row.name == "python" and needed_for == "ort" and Version(str(row.found)) in PYTHON:
+        if row.cure == ORT_PYTHON_CURE:
             raise UnsupportedVersionError(
                 f"ORTModule cannot run on Python {row.found}, since onnxruntime-training has no wheel for it: "
                 f'{ORT_PYTHON_CURE}, or leave "backend": "ortmodule" out and install plain onnxruntime: '

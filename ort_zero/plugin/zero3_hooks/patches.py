@@ -1,9 +1,7 @@
-"""Define the patches by which ort_zero sets up ZeRO-3's hooks, for a :class:`~ort_zero.utils.patching.PatchSet`.
+"""Patch how DeepSpeed sets ZeRO-3's hooks up: for engines with an enabled section, by a subscriber.
 
-DeepSpeed sets hooks up deep inside ``deepspeed.initialize``: a context variable, not an argument, tells whether the
-engine has an enabled section. Without one DeepSpeed's own code runs unchanged. A DeepSpeedZeRoOffload (`offload`) notes
-the answer. TRL and ``deepspeed.runtime.zero.unwrap_model_for_generation`` register the hooks again later: then in the
-same way.
+DeepSpeed does that deep inside ``deepspeed.initialize``, so a context variable tells whether the engine has a section.
+A DeepSpeedZeRoOffload notes the answer, since TRL and ``unwrap_model_for_generation`` register hooks again later.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from typing import Any
 from ort_zero.compat import deepspeed_hooks, deepspeed_units
 from ort_zero.utils.patching import Patch, defined_in
 
-_HAS_SECTION = "_ort_zero_has_section"
 _SUBSCRIBER = "_ort_zero_subscriber"
+"""The attribute of offloads with a section."""
 _in_section: ContextVar[bool] = ContextVar("ort_zero_in_section", default=False)
 
 
@@ -35,28 +33,21 @@ def with_section() -> Iterator[None]:
 
 def has_section(offload: Any) -> bool:
     """Return True if the hooks of `offload` were set up for an engine with a section."""
-    return vars(offload).get(_HAS_SECTION, False)
-
-
-def _subscriber(offload: Any) -> Any:
-    subscriber = vars(offload).get(_SUBSCRIBER)
-    if subscriber is None:
-        from ort_zero.plugin.zero3_hooks.subscriber import ZeROOffloadSubscriber
-
-        subscriber = ZeROOffloadSubscriber(offload)
-        setattr(offload, _SUBSCRIBER, subscriber)
-    return subscriber
+    return _SUBSCRIBER in vars(offload)
 
 
 def _build_setup(original: Callable) -> Callable:
     def setup_zero_stage3_hooks(self: Any) -> None:
         """Register the ZeRO-3 hooks of a module: DeepSpeed's, or with an ``"ort_zero"`` section the subscriber's."""
-        setattr(self, _HAS_SECTION, _in_section.get())
-        if not has_section(self):
+        if not _in_section.get():
+            vars(self).pop(_SUBSCRIBER, None)
             original(self)
             return
+        from ort_zero.plugin.zero3_hooks.subscriber import ZeROOffloadSubscriber
+
+        subscriber = vars(self).setdefault(_SUBSCRIBER, ZeROOffloadSubscriber(self))
         self.hierarchy = 0
-        self.fwd_pre_hook = self.module.register_forward_pre_hook(_subscriber(self).hooks["_start_of_forward_hook"])
+        self.fwd_pre_hook = self.module.register_forward_pre_hook(subscriber.hooks["_start_of_forward_hook"])
         self._register_deepspeed_module(self.module)  # with the method that the class has now, patched or not
         sys.modules[deepspeed_hooks.MODULE].FWD_MODULE_STACK.append(self.module)
         deepspeed_units.hand_gradients_on(self.module)
@@ -76,7 +67,7 @@ def _build_register(original: Callable) -> Callable:
         if module is self.module:
             deepspeed_hooks.invalidate_trace(self)
         deepspeed_hooks.number_modules(module, count)
-        _subscriber(self).register(module)
+        getattr(self, _SUBSCRIBER).register(module)
 
     return register_hooks
 

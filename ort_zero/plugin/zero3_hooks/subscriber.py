@@ -1,7 +1,6 @@
 """Run DeepSpeed's own ZeRO-3 hook functions around each module.
 
-DeepSpeed makes two autograd Functions for each module, classes local to a closure that all have the same qualified
-name. Here two Functions serve all modules: one acts before and one after a backward. An argument names the module.
+DeepSpeed makes two autograd Functions for each module. Here two serve all modules, whose argument names the module.
 """
 
 from __future__ import annotations
@@ -17,17 +16,12 @@ from ort_zero.utils.tree_map import map_attributes
 
 
 class BackwardAction:
-    """An action that runs before or after the backward of one module.
-
-    The action is stored where DeepSpeed stores the module's autograd Function, and has the method that is called there.
-    """
+    """An action before or after the backward of one module, stored in place of DeepSpeed's autograd Function."""
 
     __slots__ = ("function", "module", "run")
 
     def __init__(self, function: type[torch.autograd.Function], module: torch.nn.Module, run: Callable[[Any], None]):
-        self.function = function
-        self.module = module
-        self.run = run
+        self.function, self.module, self.run = function, module, run
 
     def apply(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor` as it passes through the autograd Function."""
@@ -112,10 +106,7 @@ class ZeROOffloadSubscriber:
         self._actions: list[tuple[torch.nn.Module, str, BackwardAction]] = []
 
     def register(self, root: torch.nn.Module) -> None:
-        """Register the hooks on `root` and below, and pass their handles to the offload, which removes them.
-
-        A module that is reachable on two paths gets its hooks twice, as in DeepSpeed.
-        """
+        """Register the hooks on `root` and below, and pass their handles to the offload, which removes them."""
         self._actions = []
         self._register(root)
         self.offload.backward_hooks.append(_ActionsHandle(self._actions))
@@ -131,8 +122,7 @@ class ZeROOffloadSubscriber:
 
         hooks, offload = self.hooks, self.offload
 
-        # Functions, not bound methods: deepcopy of a hooked module would copy a bound method's subscriber with its
-        # process groups and streams, but it does not copy functions.
+        # functions, not bound methods, whose subscriber a deepcopy of the module would copy with its process groups
         def gather(module: torch.nn.Module, args: tuple) -> Any:
             with ended_unless_shared():
                 return hooks["_pre_forward_module_hook"](module, args)
@@ -145,8 +135,7 @@ class ZeROOffloadSubscriber:
         def pass_outputs(module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
             """Pass each output through :class:`BeforeBackward`, for units also those in attributes of objects.
 
-            DeepSpeed looks into tuples, lists and dicts. The modules inside of a unit, which gather their own weights
-            in DeepSpeed alone, have no hooks: the weights must be whole in the backward whatever holds its results.
+            DeepSpeed looks into tuples, lists and dicts alone. But the modules inside of a unit have no hooks.
             """
             outputs = hooks["_pre_backward_module_hook"](module, args, outputs)
             if deepspeed_units.is_unit(module):
@@ -156,9 +145,7 @@ class ZeROOffloadSubscriber:
         def pass_inputs(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
             """Pass each input through :class:`AfterBackward`, a named one only for units.
 
-            DeepSpeed leaves out inputs that are given by name. The modules inside of a unit, which release their
-            weights in DeepSpeed alone, have no hooks: without its named inputs a unit would keep its weights until
-            the step ends.
+            DeepSpeed leaves named inputs out. But a unit, with no hooks inside, would then keep its weights in a step.
             """
             named = {}
             if deepspeed_units.is_unit(module):
