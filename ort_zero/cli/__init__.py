@@ -36,6 +36,17 @@ def options_of(args: argparse.Namespace, function: Callable[..., Any]) -> dict[s
     return {name: value for name, value in vars(args).items() if name in known and value is not None}
 
 
+def add_command(subparsers: argparse._SubParsersAction, name: str, text: str, epilog: str) -> argparse.ArgumentParser:
+    """Add a command whose description is its help, and return its parser."""
+    return subparsers.add_parser(name, help=text, description=text, epilog=epilog)
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Add the checkpoint that a command reads, and the tag."""
+    parser.add_argument("src", metavar="SRC", help="folder or URL of a checkpoint, or of several with a file 'latest'")
+    parser.add_argument("--tag", help="which checkpoint of several (default: what 'latest' names)")
+
+
 def add_source_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of all commands that read checkpoints."""
     text = (

@@ -6,43 +6,31 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ort_zero.checkpoint.files.dtypes import CHOICES
-from ort_zero.cli import add_source_options
-from ort_zero.cli.ranks import on_launched_ranks
-from ort_zero.utils.sizes import decimal_size, size_in
+from ort_zero.cli import add_command, add_source, add_source_options
+from ort_zero.cli.ranks import SHARED_WORK, on_launched_ranks
+from ort_zero.utils.sizes import decimal_size, duration
 from ort_zero.utils.tables import aligned
 
 if TYPE_CHECKING:
     from ort_zero.checkpoint.aggregation.aggregation import AggregateReport
 
-_EPILOG = """\
-Exit status: 0 = written; 1 = the source is damaged; 2 = any other error. Started by torchrun, deepspeed or mpirun, the
-ranks share the output files:  torchrun --nproc_per_node 4 -m ort_zero aggregate SRC DST
-"""
+_EPILOG = SHARED_WORK.format(command="aggregate")
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
     text = "write the model (and optimizer) of a sharded checkpoint, ours, DeepSpeed's or torch's, for from_pretrained"
-    parser = subparsers.add_parser("aggregate", help=text, description=text, epilog=_EPILOG)
-    parser.add_argument("src", metavar="SRC", help="folder or URL of a checkpoint, or of several with a file 'latest'")
+    parser = add_command(subparsers, "aggregate", text, _EPILOG)
+    add_source(parser)
     parser.add_argument("dst", metavar="DST", help="folder or URL to write into")
-    parser.add_argument("--tag", help="which checkpoint of several (default: what 'latest' names)")
-    parser.add_argument(
-        "--what",
-        choices=("weights", "weights+optimizer", "adapter"),
-        default="weights",
-        help="adapter: PEFT's files alone (default: weights)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=CHOICES,
-        default="keep",
-        help="dtype of floating-point weights; optimizer state keeps its dtype (default: keep)",
-    )
+    kinds = ("weights", "weights+optimizer", "adapter")
+    text = "adapter: PEFT's files alone (default: weights)"
+    parser.add_argument("--what", choices=kinds, default="weights", help=text)
+    text = "dtype of floating-point weights; optimizer state keeps its dtype (default: keep)"
+    parser.add_argument("--dtype", choices=CHOICES, default="keep", help=text)
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="per file: 5GB, 500MB, 2GiB, or bytes")
-    parser.add_argument(
-        "--format", choices=("safetensors", "torch"), default="safetensors", help="file format of the weights"
-    )
+    formats = ("safetensors", "torch")
+    parser.add_argument("--format", choices=formats, default=formats[0], help="file format of the weights")
     parser.add_argument("--workers", type=int, metavar="N", help="threads of a rank (default: by cores)")
     origins = "module: where weights were put into the module after the last step, these (default: masters)"
     parser.add_argument("--from", dest="weights_from", choices=("masters", "module"), default="masters", help=origins)
@@ -54,13 +42,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--overwrite", action="store_true", help="replace the model in DST")
     names = parser.add_argument_group("names and adapters")
     names.add_argument("--strip-prefix", metavar="P", action="append", default=[], help="take P off names; repeatable")
-    names.add_argument(
-        "--rename",
-        metavar="FROM=TO",
-        action="append",
-        default=[],
-        help="regular expression and replacement; repeatable",
-    )
+    text = "regular expression and replacement; repeatable"
+    names.add_argument("--rename", metavar="FROM=TO", action="append", default=[], help=text)
     names.add_argument("--merge-lora", action="store_true", help="add LoRA to the base weights, write the base model")
     names.add_argument("--adapter", metavar="NAME", help="which adapter of several")
     parser.add_argument("--strict", action="store_true", help="refuse weights with NaN or inf instead of warning")
@@ -90,7 +73,6 @@ def text_of(report: AggregateReport) -> str:
         lines.append(f"would write {what}")
     else:
         checked = "checked" if report.verified else "not checked"
-        rate = size_in(report.bytes / max(report.seconds, 1e-9), "GB", 2)
-        lines.append(f"wrote {what} in {report.seconds:.1f} s ({rate}/s), source {checked}")
+        lines.append(f"wrote {what} {duration(report.bytes, report.seconds)}, source {checked}")
     lines += [f"warning: {text}" for text in report.warnings]
     return "\n".join(lines)

@@ -6,41 +6,28 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ort_zero.checkpoint.files.dtypes import CHOICES
-from ort_zero.cli import add_source_options
-from ort_zero.cli.ranks import on_launched_ranks
-from ort_zero.utils.sizes import decimal_size, size_in
+from ort_zero.cli import add_command, add_source, add_source_options
+from ort_zero.cli.ranks import SHARED_WORK, on_launched_ranks
+from ort_zero.utils.sizes import decimal_size, duration
 
 if TYPE_CHECKING:
     from ort_zero.checkpoint.conversions.converting import ConvertReport
-
-_EPILOG = """\
-Exit status: 0 = written; 1 = the source is damaged; 2 = any other error. Started by torchrun, deepspeed or mpirun, the
-ranks share the files:  torchrun --nproc_per_node 4 -m ort_zero convert SRC DST
-"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
     text = "write a checkpoint, ours, DeepSpeed's or torch's, in any of these formats, also at another world size"
-    parser = subparsers.add_parser("convert", help=text, description=text, epilog=_EPILOG)
-    parser.add_argument("src", metavar="SRC", help="folder or URL of a checkpoint, or of several with a file 'latest'")
+    parser = add_command(subparsers, "convert", text, SHARED_WORK.format(command="convert"))
+    add_source(parser)
     parser.add_argument("dst", metavar="DST", help="folder or URL for checkpoints; DST/TAG is written")
-    parser.add_argument("--tag", help="which checkpoint of several (default: what 'latest' names)")
-    parser.add_argument(
-        "--to",
-        choices=("ort_zero", "deepspeed", "universal", "dcp"),
-        default="ort_zero",
-        help="format of the new checkpoint (default: ort_zero)",
-    )
+    text = "format of the new checkpoint (default: ort_zero)"
+    formats = ("ort_zero", "deepspeed", "universal", "dcp")
+    parser.add_argument("--to", choices=formats, default=formats[0], help=text)
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks of the new checkpoint (default: as SRC)")
     parser.add_argument("--stage", type=int, metavar="S", help="ZeRO stage of the new checkpoint (default: as SRC)")
     parser.add_argument("--dtype", choices=CHOICES, default="keep", help="dtype of the weights (default: keep)")
-    parser.add_argument(
-        "--sub-group-size",
-        type=int,
-        metavar="N",
-        help="DeepSpeed's option, where the run that loads ZeRO-3 sets it (default: DeepSpeed's)",
-    )
+    text = "DeepSpeed's option, where the run that loads ZeRO-3 sets it (default: DeepSpeed's)"
+    parser.add_argument("--sub-group-size", type=int, metavar="N", help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint DST/TAG")
     add_source_options(parser)
     return parser
@@ -57,11 +44,8 @@ def text_of(report: ConvertReport) -> str:
     """Return the report as the lines that the command prints."""
     origin = f"{report.source_format}, ZeRO-{report.source_stage}, {report.source_world_size} ranks"
     form = f"{report.to}, ZeRO-{report.zero_stage}, {report.world_size} ranks"
-    rate = size_in(report.bytes / max(report.seconds, 1e-9), "GB", 2)
+    took = duration(report.bytes, report.seconds)
     lines = [f"source: {report.source} ({origin})", f"destination: {report.destination} ({form})"]
-    lines.append(
-        f"wrote {len(report.files)} files, {decimal_size(report.bytes)}, in {report.seconds:.1f} s ({rate}/s), "
-        "source checked"
-    )
+    lines.append(f"wrote {len(report.files)} files, {decimal_size(report.bytes)}, {took}, source checked")
     lines += [f"warning: {text}" for text in report.warnings]
     return "\n".join(lines)

@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import TYPE_CHECKING
 
-from ort_zero.cli import add_source_options, options_of, print_report
+from ort_zero.cli import add_command, add_source_options, options_of, print_report
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.sizes import size_in
 from ort_zero.utils.tables import aligned
@@ -23,7 +23,7 @@ if both contain any. Exit status: 0 = the same; 1 = different; 2 = one of them c
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
     text = "say in which tensors two checkpoints or models differ, and by how much"
-    parser = subparsers.add_parser("diff", help=text, description=text, epilog=_EPILOG)
+    parser = add_command(subparsers, "diff", text, _EPILOG)
     kinds = "a checkpoint of any format, a folder of checkpoints or safetensors files, or a safetensors file"
     parser.add_argument("a", metavar="A", help=kinds)
     parser.add_argument("b", metavar="B", help="as A")

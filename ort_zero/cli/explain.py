@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ort_zero.cli import print_result
+from ort_zero.cli import add_command, print_result
 from ort_zero.cli.script_options import add_script, reports_of
 from ort_zero.profiling.comparison import runners_of
 
@@ -22,7 +22,7 @@ _SETTINGS = (
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
     text = "run a script for some steps, and show what runs in ONNX Runtime, what in PyTorch, and why"
-    parser = subparsers.add_parser("explain", help=text, description=text, epilog=_EPILOG)
+    parser = add_command(subparsers, "explain", text, _EPILOG)
     add_script(parser)
     return parser
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ort_zero.cli import add_source_options, options_of, print_result
+from ort_zero.cli import add_command, add_source_options, options_of, print_result
 from ort_zero.utils.sizes import decimal_size
 from ort_zero.utils.tables import aligned
 
@@ -24,7 +24,7 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
     text = "list the checkpoints in a folder of runs, ours, DeepSpeed's and torch's, and say which are whole"
-    parser = subparsers.add_parser("ls", help=text, description=text, epilog=_EPILOG)
+    parser = add_command(subparsers, "ls", text, _EPILOG)
     parser.add_argument("src", metavar="SRC", help="folder or URL of runs, of one run, of checkpoints, or of one")
     add_source_options(parser)
     return parser
@@ -52,16 +52,10 @@ def text_of(checkpoints: Sequence[ListedCheckpoint]) -> str:
             reason += f"; beside it {decimal_size(checkpoint.partial_bytes)} of an interrupted save"
         stage = None if checkpoint.format == "dcp" else checkpoint.zero_stage
         numbers = (checkpoint.step, stage, checkpoint.world_size)
-        rows.append(
-            (
-                f"{checkpoint.tag}{' *' if checkpoint.latest else ''}",
-                checkpoint.format or "-",
-                *("-" if number is None else str(number) for number in numbers),
-                decimal_size(checkpoint.bytes),
-                "-" if checkpoint.age is None else age_text(checkpoint.age),
-                f"{whole}{reason}",
-            )
-        )
+        cells = ("-" if number is None else str(number) for number in numbers)
+        tag, age = f"{checkpoint.tag}{' *' if checkpoint.latest else ''}", checkpoint.age
+        told = decimal_size(checkpoint.bytes), "-" if age is None else age_text(age), f"{whole}{reason}"
+        rows.append((tag, checkpoint.format or "-", *cells, *told))
     return "\n".join(aligned(rows, right=range(2, 7)))
 
 

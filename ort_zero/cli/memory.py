@@ -1,7 +1,6 @@
 """Run ``ort-zero memory plan``: show what memory budgets would have units compute again, and what that costs.
 
-The command runs the script to the end of its first step. There each rank divides the graphs of its units for each
-budget, as a training with that budget would, and writes what came of it.
+Each rank of the script divides the graphs of its units for each budget at the end of the first step.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ort_zero.cli import print_result
+from ort_zero.cli import add_command, print_result
 from ort_zero.cli.script_options import add_script, reports_of
 from ort_zero.errors import ConfigError
 from ort_zero.utils.sizes import binary_size, parse_share_or_size
@@ -32,30 +31,18 @@ def add_parser(subparsers: argparse._SubParsersAction) -> tuple[argparse.Argumen
     group = subparsers.add_parser("memory", help=text, description=text, allow_abbrev=False)
     commands = group.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     text = "show what a memory budget would have units compute again, for the real model and batch"
-    parser = commands.add_parser("plan", help=text, description=text, epilog=_EPILOG)
+    parser = add_command(commands, "plan", text, _EPILOG)
     add_script(parser)
     parser.add_argument("--config", required=True, metavar="DS.json", help="DeepSpeed JSON with the ort_zero section")
-    parser.add_argument(
-        "--budget",
-        action="append",
-        default=[],
-        metavar="6GiB|65%",
-        help="maximum memory of a step, or percentage of a step's memory without recomputation; repeatable "
-        "(default: the section's, else some percentages)",
-    )
+    text = "maximum memory of a step, or percentage of a step's memory without recomputation; repeatable "
+    text += "(default: the section's, else some percentages)"
+    parser.add_argument("--budget", action="append", default=[], metavar="6GiB|65%", help=text)
     parser.set_defaults(command="memory plan")
     return (parser,)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one step of the script, print what each budget would have its units compute again, and return 0.
-
-    The entries of the JSON are as :meth:`ort_zero.compile.memory.MemoryBudget.plan` returns them.
-
-    Raises:
-        ConfigError: a budget is neither a share nor a size, or the script or the section cannot be used.
-        ScriptError: the script failed, or trained no step in the compile backend.
-    """
+    """Run one step of the script, print what each budget would have its units compute again, and return 0."""
     from ort_zero import config, env
 
     section = config.read_section(Path(args.config))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ort_zero.cli import print_result
+from ort_zero.cli import add_command, print_result
 from ort_zero.cli.script_options import add_script, command_of, positive, script_progress
 from ort_zero.errors import ConfigError
 
@@ -17,12 +17,11 @@ Times are measured in the calling thread, on the CPU. Exit status: 0 = profiled;
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
     text = "show the time of a step by kernel, gather, reduce, Python and optimizer, beside the same model in PyTorch"
-    parser = subparsers.add_parser("profile", help=text, description=text, epilog=_EPILOG)
+    parser = add_command(subparsers, "profile", text, _EPILOG)
     add_script(parser)
     parser.add_argument("--steps", type=positive, default=5, metavar="N", help="measured steps (default: 5)")
-    parser.add_argument(
-        "--warmup", type=positive, default=3, metavar="N", help="steps before them: export, caches (default: 3)"
-    )
+    text = "steps before them: export, caches (default: 3)"
+    parser.add_argument("--warmup", type=positive, default=3, metavar="N", help=text)
     text = "also write a trace of all ranks, for ui.perfetto.dev or chrome://tracing"
     parser.add_argument("--trace", metavar="FILE.json", help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace the file of --trace")

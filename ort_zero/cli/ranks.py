@@ -13,6 +13,11 @@ from ort_zero.errors import CorruptCheckpointError, RankError
 from ort_zero.utils.masking import masked
 
 T = TypeVar("T")
+SHARED_WORK = """\
+Exit status: 0 = written; 1 = the source is damaged; 2 = any other error. Started by torchrun, deepspeed or mpirun, the
+ranks share the files:  torchrun --nproc_per_node 4 -m ort_zero {command} SRC DST
+"""
+"""The end of the help of commands whose ranks share the work."""
 
 
 def on_launched_ranks(args: argparse.Namespace, function: Callable[..., T], text_of: Callable[[T], str]) -> int:

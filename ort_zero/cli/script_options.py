@@ -11,11 +11,7 @@ from typing import Any
 
 
 def positive(text: str) -> int:
-    """Return the number of steps that an option asks for.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is no whole number from 1 on.
-    """
+    """Return the number of steps that an option asks for."""
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
@@ -31,11 +27,7 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 
 def command_of(args: argparse.Namespace) -> list[str]:
-    """Return the command line that the arguments of :func:`add_script` name.
-
-    Raises:
-        ConfigError: the script or its launcher cannot be started.
-    """
+    """Return the command line that the arguments of :func:`add_script` name."""
     from ort_zero.utils.script_process import command_line
 
     return command_line(args.script, args.arguments, args.launcher)
@@ -65,11 +57,7 @@ def reports_of(
     Args:
         what: the work, for the bar on a terminal.
         variable: the environment variable that names the request.
-        none: why a script that ended well may have no report.
-
-    Raises:
-        ConfigError: the script or its launcher cannot be started.
-        ScriptError: there is no report.
+        none: why a script that ended well may have no report, which is an error.
     """
     from ort_zero.utils.script_process import ScriptError, run_with_request
 

@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from ort_zero.cli import add_source_options, options_of, print_report
-from ort_zero.utils.sizes import size_in
+from ort_zero.cli import add_command, add_source, add_source_options, options_of, print_report
+from ort_zero.utils.sizes import duration, size_in
 from ort_zero.utils.text import shortened
 
 if TYPE_CHECKING:
@@ -19,17 +19,12 @@ _EPILOG = "Exit status: 0 = no problem; 1 = problems, one line each; 2 = there i
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
     text = "check every byte of a checkpoint, ours, DeepSpeed's or torch's, and name the files that are bad"
-    parser = subparsers.add_parser("verify", help=text, description=text, epilog=_EPILOG)
-    parser.add_argument("src", metavar="SRC", help="folder or URL of a checkpoint, or of several with a file 'latest'")
-    parser.add_argument("--tag", help="which checkpoint of several (default: what 'latest' names)")
+    parser = add_command(subparsers, "verify", text, _EPILOG)
+    add_source(parser)
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="files read at a time (default: 2)")
     add_source_options(parser)
-    parser.add_argument(
-        "--seal",
-        dest="seal_it",
-        action="store_true",
-        help="if nothing is wrong, write checksums of all files beside the checkpoint, for verify and aggregate",
-    )
+    text = "if nothing is wrong, write checksums of all files beside the checkpoint, for verify and aggregate"
+    parser.add_argument("--seal", dest="seal_it", action="store_true", help=text)
     return parser
 
 
@@ -57,8 +52,7 @@ def text_of(report: VerifyReport) -> str:
     """Return one line per problem and note, and a closing line."""
     lines = [f"problem: {text}" for text in report.problems]
     lines += [f"note: {text}" for text in report.notes]
-    rate = size_in(report.bytes / max(report.seconds, 1e-9), "GB", 2)
-    read = f"{report.files} files, {size_in(report.bytes, 'GB', 3)} in {report.seconds:.1f} s ({rate}/s)"
+    read = f"{report.files} files, {size_in(report.bytes, 'GB', 3)} {duration(report.bytes, report.seconds)}"
     if report.ok:
         lines.append(f"ok: {report.root} ({report.format}, {report.tensors} tensors), {read}")
     else:

@@ -40,10 +40,9 @@ def takes(*arguments: str) -> Callable[[Any], None]:
 
     def guard(original: Any) -> None:
         defined_in(ZERO_TO_FP32)(original)
-        if tuple(inspect.signature(original).parameters) != arguments:
-            raise PatchError(
-                f"{original.__name__} of {ZERO_TO_FP32} takes the unknown arguments {inspect.signature(original)}"
-            )
+        signature = inspect.signature(original)
+        if tuple(signature.parameters) != arguments:
+            raise PatchError(f"{original.__name__} of {ZERO_TO_FP32} takes the unknown arguments {signature}")
 
     return guard
 
@@ -67,10 +66,9 @@ def parameter_offload_of(engine: Any) -> Any:
 
 
 def local_part(parameter: Any) -> tuple[Any, int, int, bool]:
-    """Return this rank's part of a parameter: elements, flat index of the first element, size of the whole.
+    """Return a parameter's elements here, the first one's flat index, the whole's size, and whether others have a rest.
 
-    The last value is True if other ranks have the rest. Under ZeRO-3 the padding of the last part is left out. A part
-    that is on NVMe at the moment is not read.
+    Padding of ZeRO-3, and a part that is on NVMe at the moment, are left out.
     """
     if not hasattr(parameter, "ds_id") or parameter.data.numel() == parameter.ds_numel:
         return parameter.detach(), 0, parameter.numel(), False
@@ -83,22 +81,11 @@ def local_part(parameter: Any) -> tuple[Any, int, int, bool]:
     return elements[: min(here, elements.numel())], min(offset, total), total, True
 
 
-def loads_universal_checkpoints(engine: Any) -> bool:
-    """Return True if the engine's config asks for a universal checkpoint, which only DeepSpeed's loader can load."""
-    asked = getattr(engine, "load_universal_checkpoint", None)
-    return asked is not None and bool(asked())
-
-
 def has_masters_without_zero(engine: Any) -> bool:
     """Return True for bf16 or fp16 without ZeRO, where DeepSpeed's own optimizer keeps all masters on each rank."""
     from torch.optim import Optimizer
 
     return not int(engine.zero_optimization_stage()) and not isinstance(engine.optimizer, (Optimizer, type(None)))
-
-
-def world_size_and_stage(engine: Any) -> tuple[int, int]:
-    """Return the number of data-parallel ranks of the engine, and its ZeRO stage."""
-    return int(engine.seq_dp_world_size), int(engine.zero_optimization_stage())
 
 
 def config_dict(engine: Any) -> dict[str, Any]:
@@ -113,24 +100,14 @@ def all_ranks_are_replicas(engine: Any) -> bool:
     return bool(engine.dp_world_size == dist.get_world_size() and not getattr(engine, "has_moe_layers", False))
 
 
-def flops_are_counted(engine: Any) -> bool:
-    """Return True, on all ranks alike, in the step whose operations DeepSpeed's flops profiler counts on rank 0."""
-    return engine.flops_profiler_enabled() and engine.global_steps == engine.flops_profiler_profile_step()
-
-
-def is_partitioned(parameter: Any) -> bool:
-    """Return True if ZeRO-3 manages the parameter."""
-    return hasattr(parameter, "ds_id")
-
-
 def full_shape(parameter: Any) -> tuple[int, ...]:
     """Return the shape of the whole parameter."""
-    return tuple(parameter.ds_shape) if is_partitioned(parameter) else tuple(parameter.shape)
+    return tuple(parameter.ds_shape) if hasattr(parameter, "ds_id") else tuple(parameter.shape)
 
 
 def full_size(parameter: Any) -> int:
     """Return the number of elements of the whole parameter."""
-    return int(parameter.ds_numel) if is_partitioned(parameter) else parameter.numel()
+    return int(parameter.ds_numel) if hasattr(parameter, "ds_id") else parameter.numel()
 
 
 def elements_of(module: Any) -> int:

@@ -171,7 +171,7 @@ def _finding(req: Requirement) -> Finding:
         name = req.distribution
         if version is None and runtime is not None:
             cure = f"pip uninstall -y {runtime} && {cure}"  # else the two would be installed over one another
-    return Finding(name, version, req.specifier, ok, cure, untested=ok and base not in SpecifierSet(req.tried))
+    return Finding(name, version, req.specifier, ok, cure, untested=ok and str(base) not in SpecifierSet(req.tried))
 
 
 def require(needed_for: str) -> tuple[str, ...]:

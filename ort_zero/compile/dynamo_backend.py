@@ -15,8 +15,7 @@ from torch.fx import GraphModule
 
 from ort_zero import env, log
 from ort_zero.compat import compiled_backward, torch_compile
-from ort_zero.compat.module_paths import is_below
-from ort_zero.compat.torch_graphs import SizeReader
+from ort_zero.compat.torch_graphs import SizeReader, is_below
 from ort_zero.compat.transformers_gelu import replace_gelus
 from ort_zero.compile import devices, sessions, view_chains
 from ort_zero.compile.assembly import Assembled, assemble

@@ -18,9 +18,8 @@ from torch.fx import GraphModule, Node
 
 from ort_zero import log
 from ort_zero.compat import inductor
-from ort_zero.compat.module_paths import is_below
 from ort_zero.compat.torch_compile import OpOverload
-from ort_zero.compat.torch_graphs import SizeReader, copied, is_random
+from ort_zero.compat.torch_graphs import SizeReader, copied, is_below, is_random
 from ort_zero.compile.dynamo_backend import Compiled, Compiler, GraphHalves, device_of, prepare
 from ort_zero.compile.executor import program_of
 from ort_zero.compile.flops import flops_of

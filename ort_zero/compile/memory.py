@@ -18,8 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ort_zero import env, log
-from ort_zero.compat.module_paths import module_path
-from ort_zero.compat.torch_graphs import copied
+from ort_zero.compat.torch_graphs import copied, module_path
 from ort_zero.compile.flops import flops_of
 from ort_zero.compile.partition import computed_again, kept_by, partition
 from ort_zero.errors import ConfigError

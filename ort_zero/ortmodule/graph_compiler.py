@@ -15,8 +15,7 @@ from torch.fx.passes.split_module import split_module
 
 from ort_zero import env, log
 from ort_zero.compat import compiled_backward
-from ort_zero.compat.module_paths import is_below
-from ort_zero.compat.torch_graphs import Symbols, flops_of
+from ort_zero.compat.torch_graphs import Symbols, flops_of, is_below
 from ort_zero.errors import ExportError
 from ort_zero.ortmodule import memory, statistics
 from ort_zero.ortmodule.checking import check

@@ -149,7 +149,7 @@ def _load_checkpoint(original):
         def by_deepspeed() -> tuple:
             return original(self, *args, **kwargs)
 
-        if ds_compat.loads_universal_checkpoints(self):
+        if self.load_universal_checkpoint():
             arguments["tag"], is_universal = checkpoint_loading.universal_tag(arguments["load_dir"], arguments["tag"])
             if is_universal:
                 return by_deepspeed()
@@ -184,10 +184,9 @@ def _loaded_by_deepspeed(engine: Any, reason: Any, by_deepspeed: Callable[[], tu
     """
     source = reason.source
     if source is not None:
-        ours = ds_compat.world_size_and_stage(engine)
-        if source.zero_stage == ours[1] == 0:
-            pass  # each rank has everything
-        elif (source.world_size, source.zero_stage) != ours:
+        ours = int(engine.seq_dp_world_size), int(engine.zero_optimization_stage())
+        whole = source.zero_stage == ours[1] == 0  # each rank has everything
+        if not whole and (source.world_size, source.zero_stage) != ours:
             raise CheckpointError(
                 f"{reason}; and DeepSpeed's own loader needs {source.world_size} ranks and ZeRO-{source.zero_stage}, "
                 f"as when it was saved; here are {ours[0]} and ZeRO-{ours[1]} (load_optimizer_states=False takes the "

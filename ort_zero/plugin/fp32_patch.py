@@ -1,8 +1,7 @@
 """Make DeepSpeed's own functions for a whole fp32 state dict read checkpoints of ort_zero's format.
 
-``get_fp32_state_dict_from_zero_checkpoint``, ``load_state_dict_from_zero_checkpoint`` and the conversions of
-``deepspeed.utils.zero_to_fp32`` all read through one function of that module. That function is patched, so that
-earlier imports of the others work as well.
+The functions of ``deepspeed.utils.zero_to_fp32`` all read through one, which is patched, so that earlier imports of
+the others work as well.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ort_zero.compat import deepspeed as ds_compat
-from ort_zero.errors import PatchError
-from ort_zero.log import get_logger
-from ort_zero.utils.patching import Patch, resolve
+from ort_zero.utils.patching import Patch
 
 
 def _ours_or(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +59,7 @@ def _folder() -> str:
     return tempfile.mkdtemp(dir=_temporary_folder().name)
 
 
-_PATCHES = tuple(
+PATCHES = tuple(
     Patch(
         target=target,
         build=functools.partial(_ours_or, ours=ours),
@@ -75,15 +72,3 @@ _PATCHES = tuple(
         (ds_compat.FIND_MODEL_FILE, _find_model_file, "checkpoint_dir", "zero_stage"),
     )
 )
-
-
-def patches() -> tuple[Patch, ...]:
-    """Return the patches; none if DeepSpeed's functions have other arguments: no other part depends on the patches."""
-    try:
-        for patch in _PATCHES:
-            assert patch.guard is not None
-            patch.guard(resolve(patch.target))
-    except PatchError as error:
-        get_logger().info("deepspeed.utils.zero_to_fp32 will not read sharded checkpoints of ort_zero: %s", error)
-        return ()
-    return _PATCHES

@@ -170,11 +170,13 @@ def enable() -> None:
     from ort_zero.plugin import engine_patch, fp32_patch
     from ort_zero.plugin.zero3_hooks import patches as hook_patches
 
-    registry.apply("deepspeed", lambda: (*engine_patch.PATCHES, *hook_patches.PATCHES, *fp32_patch.patches()))
+    registry.apply("deepspeed", lambda: (*engine_patch.PATCHES, *hook_patches.PATCHES))
     if collected_script.request() is not None:
         registry.apply("changed config", collected_script.patches)
-    with contextlib.suppress(PatchError):  # another torch or DeepSpeed: they say less
-        registry.apply("compiled operators", torch_extensions.patches)
+    # another torch or DeepSpeed: they say less, and zero_to_fp32 does not read sharded checkpoints of ours
+    for name, patches in (("compiled operators", torch_extensions.patches), ("fp32 state", lambda: fp32_patch.PATCHES)):
+        with contextlib.suppress(PatchError):
+            registry.apply(name, patches)
     _state["auto_error"] = None
     gloo_exit.settle_at_exit()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ort_zero.compat import deepspeed, deepspeed_gradient_order, deepspeed_units
+from ort_zero.compat import deepspeed_gradient_order, deepspeed_units
 from ort_zero.runtimes import registry
 from ort_zero.units.engine import Engine
 from ort_zero.units.finding import Unit
@@ -48,6 +48,6 @@ def connect(running: UnitsModel, engine: Any) -> None:
 
         def suspend_while_counted(module: nn.Module, args: Any) -> None:
             live = reference()
-            running.suspend(live is not None and deepspeed.flops_are_counted(live))
+            running.suspend(live is not None and live.global_steps == live.flops_profiler_profile_step())
 
         engine.module.register_forward_pre_hook(suspend_while_counted, prepend=True)

@@ -49,6 +49,11 @@ def size_in(size: float, unit: str, decimals: int = 1) -> str:
     return f"{size / _UNITS[unit]:.{decimals}f} {unit}"
 
 
+def duration(size: int, seconds: float) -> str:
+    """Return how long bytes took, and their rate: ``"in 2.0 s (1.25 GB/s)"``."""
+    return f"in {seconds:.1f} s ({size_in(size / max(seconds, 1e-9), 'GB', 2)}/s)"
+
+
 def decimal_size(size: float) -> str:
     """Return `size` bytes in a suitable unit: ``"999 B"``, ``"1.5 MB"``, ``"2.25 GB"`` and above."""
     return _suited(size, 1000)

@@ -32,6 +32,9 @@ class DeepSpeedEngine:
                         load_lr_scheduler_states=True, load_module_only=False, custom_load_fn=None, new_last=7):
         return ("deepspeed", load_dir, tag, new_last)
 
+    def load_universal_checkpoint(self):
+        return False
+
     def step(self, lr_kwargs=None, new_last=7):
         return new_last
 

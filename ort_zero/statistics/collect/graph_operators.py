@@ -20,9 +20,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ort_zero.compat.module_paths import module_path
 from ort_zero.compat.operator_mode import computed_by
 from ort_zero.compat.torch_compile import tree_leaves
+from ort_zero.compat.torch_graphs import module_path
 from ort_zero.compat.torch_modules import is_view, version_of
 from ort_zero.statistics.collect import operators
 from ort_zero.statistics.collect.module_calls import TensorSlot

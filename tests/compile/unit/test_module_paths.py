@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.fx import Graph
 
-from ort_zero.compat.module_paths import is_below, module_path
+from ort_zero.compat.torch_graphs import is_below, module_path
 
 
 @pytest.mark.parametrize(
