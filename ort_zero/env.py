@@ -53,11 +53,7 @@ def backend() -> str:
 
 
 def cache_dir() -> Path:
-    """Return the folder for built extensions.
-
-    If the user's cache folder is not writable (the home is read-only or missing), return a folder of this user below
-    the folder for temporary files.
-    """
+    """Return the folder for built extensions: below the one for temporary files if the user's cache is not writable."""
     folder = user_cache_dir()
     if folder is not None and (os.environ.get("ORT_ZERO_CACHE_DIR") or can_write(folder)):
         return folder
@@ -85,11 +81,7 @@ def can_write(folder: Path) -> bool:
 
 @functools.cache
 def request(variable: str) -> dict[str, Any] | None:
-    """Return what a command asks of the script that it has started; None without a command that waits.
-
-    Args:
-        variable: :data:`MEMORY_TRIAL`, :data:`PROFILE`, :data:`EXPLAIN` or :data:`STATISTICS`.
-    """
+    """Return what a command asks of the script that it has started; None without a command that waits."""
     name = os.environ.get(variable)
     return json.loads(Path(name).read_text(encoding="utf-8")) if name and Path(name).is_file() else None
 
@@ -135,6 +127,12 @@ def speaks_for_host() -> bool:
 def usable_cores() -> int:
     """Return the number of cores that this process may run on, at least 1."""
     return len(os.sched_getaffinity(0))
+
+
+def cpu_info() -> str:
+    """Return what Linux tells of the processors, empty if it tells nothing."""
+    file = Path("/proc/cpuinfo")
+    return file.read_text() if file.exists() else ""
 
 
 def threads_per_rank() -> int:

@@ -1,10 +1,7 @@
 """Set one level for the logger of ort_zero, and for ORTModule's and ONNX Runtime's logs.
 
-Below INFO every rank prints, from INFO on only rank 0. Errors are printed on every rank. A problem that matters to all
-ranks is raised as an error, not logged as a warning.
-
-Only the logger ``ort_zero`` is configured. If the user has added handlers to it before, its handlers, level and
-propagation stay as they are. The root logger and other libraries' handlers are never changed.
+Below INFO every rank prints, from INFO on only rank 0; errors are printed on every rank. A logger ``ort_zero`` to which
+the user has added handlers stays as it is.
 """
 
 from __future__ import annotations
@@ -21,13 +18,7 @@ from ort_zero.errors import ConfigError
 _NAME = "ort_zero"
 VARIABLE = "ORT_ZERO_LOG_LEVEL"
 DEVINFO = logging.DEBUG + 5
-LEVELS = {
-    "DEBUG": logging.DEBUG,
-    "DEVINFO": DEVINFO,
-    "INFO": logging.INFO,
-    "WARNING": logging.WARNING,
-    "ERROR": logging.ERROR,
-}
+LEVELS = {"DEBUG": 10, "DEVINFO": DEVINFO, "INFO": 20, "WARNING": 30, "ERROR": 40}
 """Number of each level in Python's ``logging``, the most verbose level first."""
 logging.addLevelName(DEVINFO, "DEVINFO")
 
@@ -73,11 +64,7 @@ def get_logger() -> logging.Logger:
 
 
 def chosen(name: str) -> int:
-    """Return the number of the level from ``ORT_ZERO_LOG_LEVEL`` if it is set, else of the level `name`.
-
-    Raises:
-        ConfigError: the variable, or `name`, does not name a level.
-    """
+    """Return the number of the level from ``ORT_ZERO_LOG_LEVEL`` if it is set, else of `name`; check both."""
     key, value = VARIABLE, os.environ.get(VARIABLE, "")
     if not value.strip():
         key, value = "ort_zero.log_level", name
@@ -93,9 +80,6 @@ def set_level(name: str, engine: Any = None) -> None:
     Args:
         name: level of `engine`, which ``ORT_ZERO_LOG_LEVEL`` overrides.
         engine: the engine whose section names the level; None ignores the levels of all engines.
-
-    Raises:
-        ConfigError: see :func:`chosen`.
     """
     level = chosen(name)
     if engine is not None:

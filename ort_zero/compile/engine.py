@@ -21,7 +21,7 @@ from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.records import GraphRecord, SegmentRecord
 from ort_zero.compile.settings import Settings
 from ort_zero.compile.trial import Trial
-from ort_zero.runtimes.agreement import Runner
+from ort_zero.runtimes.runner import Runner
 from ort_zero.units.engine import Engine
 
 _LITTLE = 0.5

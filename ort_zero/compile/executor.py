@@ -23,8 +23,9 @@ from ort_zero.compile.reproducer import write_reproducer
 from ort_zero.compile.sessions import Layout, Session
 from ort_zero.compile.trial import Trial
 from ort_zero.runtimes import differences
-from ort_zero.runtimes.agreement import Agreement, Runner
+from ort_zero.runtimes.agreement import Agreement
 from ort_zero.runtimes.memory_order import dense_order, in_order
+from ort_zero.runtimes.runner import Runner
 
 _MAX_LAYOUTS = 256
 """Number of combinations of sizes for which the sizes of a segment's edges are kept."""

@@ -29,8 +29,9 @@ from ort_zero.compile.records import GraphRecord, SegmentRecord
 from ort_zero.compile.trial import Trial
 from ort_zero.errors import ExportError
 from ort_zero.runtimes import differences, observing
-from ort_zero.runtimes.agreement import Agreement, Runner, agreement
+from ort_zero.runtimes.agreement import Agreement, agreement
 from ort_zero.runtimes.differences import Outputs
+from ort_zero.runtimes.runner import Runner
 
 
 class InductorCompiler(Compiler):

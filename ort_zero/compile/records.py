@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ort_zero.compile.flops import flops_of
 from ort_zero.compile.plan import Plan, TorchCall
 from ort_zero.compile.trial import Trial
-from ort_zero.runtimes.agreement import Runner
+from ort_zero.runtimes.runner import Runner
 from ort_zero.units.engine import UnitGraph
 
 if TYPE_CHECKING:

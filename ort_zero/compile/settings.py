@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from ort_zero import config
 from ort_zero.errors import ConfigError
-from ort_zero.runtimes.agreement import Runner
+from ort_zero.runtimes.runner import Runner
 
 _RUNNERS = {"ort": Runner.ONNXRUNTIME, "inductor": Runner.INDUCTOR, "torch": Runner.TORCH}
 """The runners by their names in the section, in the order in which they are tried."""

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ort_zero.runtimes.agreement import Agreement, Decision, Runner
+from ort_zero.runtimes.agreement import Agreement, Decision
 from ort_zero.runtimes.differences import Judges, Outputs, explain_difference
+from ort_zero.runtimes.runner import Runner
 
 _TIMED_RUNS = 3
 """Number of timed runs of a segment in each runtime, by turns; the fastest counts, which noise disturbs least."""

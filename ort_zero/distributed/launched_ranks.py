@@ -16,11 +16,7 @@ _LAUNCHERS = (
 
 
 def from_launcher() -> RankGroup:
-    """Return the group of ranks that a launcher started, or a single rank. All ranks must call.
-
-    Raises:
-        CheckpointError: the ranks cannot find each other.
-    """
+    """Return the group of ranks that a launcher started, or a single rank. All ranks must call."""
     started = [(os.environ[rank], os.environ[size]) for rank, size in _LAUNCHERS if {rank, size} <= os.environ.keys()]
     rank, size = map(int, started[0]) if started else (0, 1)
     if size == 1:
@@ -37,7 +33,6 @@ def from_launcher() -> RankGroup:
     try:
         dist.init_process_group("gloo", rank=rank, world_size=size)
     except RuntimeError as error:
-        raise CheckpointError(
-            f"rank {rank} of {size} cannot reach the others, or one is gone: {first_line_of(error)}"
-        ) from error
+        text = f"rank {rank} of {size} cannot reach the others, or one is gone: {first_line_of(error)}"
+        raise CheckpointError(text) from error
     return TorchProcessGroup(owns_default=True)

@@ -1,10 +1,8 @@
 """End a rank that failed between two collectives while other ranks did not, since these would wait for it for ever.
 
-A graph that gathers weights runs a fixed sequence of collectives. After an error on one rank alone, such as a lack of
-memory, the next collective of that rank does not match the collective of the others. If the error ends the script, its
-connections close and the other ranks print the reason. If the script catches the error and continues, they hang. So
-each failed rank writes its number of failures to the store. If all ranks have failed equally often, training may go on.
-If they have not after :data:`SECONDS`, this process ends, and with it the collective for which the others wait.
+After an error on one rank alone, such as a lack of memory, its next collective does not match that of the others. If
+the script catches the error and continues, they hang. So each failed rank writes its number of failures to the store.
+If all ranks have failed equally often, training may go on; if not after :data:`SECONDS`, this process ends.
 """
 
 from __future__ import annotations
@@ -62,10 +60,9 @@ def _stop() -> None:
 
 @contextmanager
 def ended_unless_shared() -> Iterator[None]:
-    """Run a block between two collectives of all ranks; if it fails on some ranks only, end these ranks.
+    """Run a block between two collectives of all ranks, raise its error, and end ranks if it fails on some only.
 
-    Raises the block's error at once. Does nothing more before :func:`prepare`, and for the error of a collective, which
-    the end of another rank has caused.
+    The error of a collective was caused by the end of another rank.
     """
     global _failures
     try:

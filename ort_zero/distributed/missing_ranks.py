@@ -1,8 +1,7 @@
 """Name the ranks that are gone when a collective fails and the process ends with that error.
 
-"Connection closed by peer" and "Timed out" do not name the missing rank. Each rank notes its host and process in the
-store of the default process group. A rank that ends with an error of a collective looks at the processes of its own
-host, and at what other ranks have written to the store. It prints one more line under the traceback.
+Each rank notes its host and process in the store of the default process group. A rank that ends with an error of a
+collective looks at the processes of its own host, and at what other ranks have written to the store.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ class _Rank(NamedTuple):
 
 
 def note_this_rank() -> None:
-    """Note host and process of this rank in the store, and name missing ranks if this rank ends in a failed collective.
-
-    Does nothing in a job of one rank, and at a second call.
-    """
+    """Note this rank's host and process in the store, once; name missing ranks if it ends in a failed collective."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -67,8 +63,7 @@ def note_this_rank() -> None:
 
 
 def key_of(rank: int, what: str) -> str:
-    """Return the key of a rank's note: ``"at"`` its host and process, ``"error"`` its error, ``"failed"`` what it sees
-    of missing ranks, ``"failures"`` the number of its failures between two collectives."""
+    """Return the key of a rank's note: ``"at"`` (its place), ``"error"``, ``"failures"``, ``"failed"`` (missing)."""
     return f"ort_zero/ranks/{what}/{rank}"
 
 
@@ -100,10 +95,7 @@ def in_a_line(error: BaseException) -> str:
 
 
 def _show_config_error(error: ConfigError, show: Callable[[], Any]) -> None:
-    """Show an error that all ranks have alike on rank 0 alone, its line last, and in torchrun's last lines.
-
-    A rank with an error that rank 0 has not shows its own.
-    """
+    """Show an error that all ranks have alike on rank 0 alone, its line last, and in torchrun's last lines."""
     import torch.distributed as dist
 
     text = in_a_line(error)
@@ -126,10 +118,7 @@ def _store_error(text: str) -> None:
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T | None:
-    """Return the result of `work`, None if it fails or takes longer.
-
-    A store on a failed host never answers, and torch has no timeout for some of its requests.
-    """
+    """Return the result of `work`, None if it fails or takes longer: a store on a failed host never answers."""
     results: list[T] = []
 
     def run() -> None:
@@ -143,10 +132,7 @@ def _within(seconds: float, work: Callable[[], T]) -> T | None:
 
 
 def missing_ranks() -> str:
-    """Return a sentence that names the ranks that are gone, stopped or silent, as far as this rank can tell.
-
-    Takes up to :data:`SECONDS` if no rank of this host is gone, and :data:`STORE_SECONDS` more without the store.
-    """
+    """Return a sentence that names the ranks that are gone, stopped or silent, as far as this rank can tell."""
     sentence = _within(SECONDS + STORE_SECONDS, _look)
     where = f"{os.environ.get('MASTER_ADDR', 'the first host')}:{os.environ.get('MASTER_PORT', '')}"
     down = f"a collective failed, and {where}, where the ranks meet, does not answer: that host or the network is down"

@@ -28,11 +28,7 @@ class RankGroup:
     broken = False
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank, on every rank. All ranks must call.
-
-        Raises:
-            CheckpointError: a rank is gone.
-        """
+        """Return the value of every rank, on every rank. All ranks must call; CheckpointError says that one is gone."""
         return self._reached(self._exchange, value)
 
     def gather_to_first(self, data: bytes) -> list[bytes]:

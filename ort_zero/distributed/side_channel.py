@@ -1,7 +1,6 @@
-"""Connect all ranks through gloo, apart from every process group of training.
+"""Connect all ranks through gloo, apart from every process group of training, whose collectives would mix.
 
-Background work must not share a process group with training, since collectives of two threads would mix. The
-connection must also survive ``destroy_process_group()`` at the end of a script, which closes all groups of torch.
+The connection also survives ``destroy_process_group()`` at the end of a script, which closes all groups of torch.
 """
 
 from __future__ import annotations
@@ -80,10 +79,7 @@ def _tensor_of(data: bytes, size: int) -> torch.Tensor:
 
 
 def allow_open_files(more: int) -> int:
-    """Raise the limit of open files, as far as the system allows, so that `more` can be opened; return the limit.
-
-    A usual limit is 1024, which two connections from each of 512 ranks to all others use up.
-    """
+    """Raise the limit of open files, as far as the system allows, so that `more` can be opened; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = len(os.listdir("/proc/self/fd")) + more + _SPARE
     if soft != resource.RLIM_INFINITY and soft < wanted:

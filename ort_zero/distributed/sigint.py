@@ -13,10 +13,10 @@ class _DeferredInterrupt:
     """The handler that defers SIGINT and stores whether the signal came."""
 
     current: _DeferredInterrupt | None = None
+    pending = False
 
     def __init__(self, previous: Any):
         self.previous = previous
-        self.pending = False
 
     def __call__(self, number: int, frame: Any) -> None:
         self.pending = True
@@ -24,10 +24,7 @@ class _DeferredInterrupt:
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Defer SIGINT until the end of the block: an interrupted rank must not leave while others wait for it.
-
-    Blocks of :meth:`RankGroup.raise_on_all` let the signal through. Does nothing in a thread without signals.
-    """
+    """Defer SIGINT to the end of the block, but in :func:`interrupts_delivered`; do nothing outside the main thread."""
     main = threading.current_thread() is threading.main_thread()
     if not main or _DeferredInterrupt.current is not None or signal.getsignal(signal.SIGINT) is None:
         yield

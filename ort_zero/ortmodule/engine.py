@@ -13,7 +13,7 @@ from ort_zero.ortmodule.graph_compiler import OrtGraphCompiler
 from ort_zero.ortmodule.memory import Recomputation
 from ort_zero.ortmodule.records import OrtGraphRecord
 from ort_zero.ortmodule.settings import Settings
-from ort_zero.runtimes.agreement import Runner
+from ort_zero.runtimes.runner import Runner
 from ort_zero.units.engine import Engine
 from ort_zero.utils.sizes import binary_size
 

@@ -162,11 +162,5 @@ def patches() -> tuple[Patch, ...]:
     """Return the patch of DeepSpeed's config, which :func:`changed` changes before anything reads it."""
     from ort_zero.compat import deepspeed as ds_compat  # imports torch
 
-    return (
-        Patch(
-            target=f"{ds_compat.CONFIG}:DeepSpeedConfig.__init__",
-            build=_config_init,
-            why="changes the config as ort-zero stats run asks",
-            guard=defined_in(ds_compat.CONFIG),
-        ),
-    )
+    target, why = f"{ds_compat.CONFIG}:DeepSpeedConfig.__init__", "changes the config as ort-zero stats run asks"
+    return (Patch(target=target, build=_config_init, why=why, guard=defined_in(ds_compat.CONFIG)),)

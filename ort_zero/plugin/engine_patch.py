@@ -92,10 +92,7 @@ def _note(engine: Any) -> None:
 
 
 def _refuse_local_storage(ds_config: dict, section: config.Config) -> None:
-    """Raise ConfigError if each of several hosts would write its part of a sharded checkpoint to its own disk.
-
-    Checked before training: otherwise the first save would fail.
-    """
+    """Raise ConfigError if each of several hosts would write its part of a sharded checkpoint to its own disk."""
     local = (ds_config.get("checkpoint") or {}).get("use_node_local_storage") is True
     if local and section.checkpoint.sharded and env.several_hosts():
         raise ConfigError(
@@ -106,6 +103,13 @@ def _refuse_local_storage(ds_config: dict, section: config.Config) -> None:
         )
 
 
+def _arguments(signature: inspect.Signature, engine: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Return the arguments of a call by name, also those that were left out."""
+    bound = signature.bind(engine, *args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
 def _save_checkpoint(original):
     signature = inspect.signature(original)
 
@@ -114,21 +118,13 @@ def _save_checkpoint(original):
         section = getattr(self, "ort_zero_section", None)
         if section is None or not section.checkpoint.sharded or "ort_zero_saves_whole" in self.__dict__:
             return original(self, *args, **kwargs)
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        arguments = bound.arguments
+        arguments = _arguments(signature, self, args, kwargs)
         from ort_zero.checkpoint.saves import saving
 
         with metrics.counting_a_save_of(self):
-            saving.save(
-                self,
-                arguments["save_dir"],
-                arguments["tag"],
-                section.checkpoint.async_save,
-                client_state=arguments["client_state"],
-                save_latest=arguments["save_latest"],
-                exclude_frozen_parameters=arguments["exclude_frozen_parameters"],
-            )
+            names = ("client_state", "save_latest", "exclude_frozen_parameters")
+            options = {name: arguments[name] for name in names}
+            saving.save(self, arguments["save_dir"], arguments["tag"], section.checkpoint.async_save, **options)
         return True
 
     return save_checkpoint
@@ -139,9 +135,7 @@ def _load_checkpoint(original):
 
     @functools.wraps(original)
     def load_checkpoint(self, *args, **kwargs):
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        arguments = bound.arguments
+        arguments = _arguments(signature, self, args, kwargs)
         if getattr(self, "ort_zero_section", None) is None or not arguments["load_dir"]:
             return original(self, *args, **kwargs)
         from ort_zero.checkpoint.loads import loading as checkpoint_loading
@@ -159,15 +153,9 @@ def _load_checkpoint(original):
         if arguments["custom_load_fn"] is not None:
             raise CheckpointError("custom_load_fn is not possible with a sharded checkpoint of ort_zero; leave it out")
         try:
-            return checkpoint_loading.load(
-                self,
-                arguments["load_dir"],
-                arguments["tag"],
-                strict=arguments["load_module_strict"],
-                load_optimizer_states=arguments["load_optimizer_states"],
-                load_lr_scheduler_states=arguments["load_lr_scheduler_states"],
-                load_module_only=arguments["load_module_only"],
-            )
+            names = ("load_optimizer_states", "load_lr_scheduler_states", "load_module_only")
+            options = {"strict": arguments["load_module_strict"], **{name: arguments[name] for name in names}}
+            return checkpoint_loading.load(self, arguments["load_dir"], arguments["tag"], **options)
         except checkpoint_loading.UnreadableCheckpointError as error:
             if written_by != "deepspeed":
                 raise
@@ -177,10 +165,9 @@ def _load_checkpoint(original):
 
 
 def _loaded_by_deepspeed(engine: Any, reason: Any, by_deepspeed: Callable[[], tuple]) -> tuple:
-    """Return the result of DeepSpeed's own loader for a checkpoint that ort_zero cannot load. All ranks must call.
+    """Return the result of DeepSpeed's own loader, if it fits, for a checkpoint that ort_zero cannot load.
 
-    Raises:
-        CheckpointError: DeepSpeed's loader cannot load it either, since the world size or the ZeRO stage differs.
+    All ranks must call.
     """
     source = reason.source
     if source is not None:

@@ -23,8 +23,7 @@ _newest: list[dict[str, Any]] = []
 def end_if_asked(running: Any, is_settled: bool) -> None:
     """Write the report of a command, if one has started the script, and end the script by SystemExit.
 
-    Memory plans are written after the first step. ``ort-zero explain`` lets the script go on until it is settled where
-    all runs; its report is written when the script ends, by itself or by this function.
+    Memory plans are written after the first step, ``ort-zero explain``'s report once all is settled or the script ends.
     """
     plan = env.request(env.MEMORY_TRIAL)
     if plan is not None:
@@ -49,13 +48,9 @@ def explanation(running: Any) -> dict[str, Any]:
     for graph in running.engine.graphs:
         unit = units.setdefault(graph.unit, {"graphs": [], "in_torch": {}, "recompilations": []})
         calls = graph.calls_in_torch()
-        unit["graphs"].append(
-            {
-                "direction": graph.direction,
-                "segments": graph.segments_as_dicts(),
-                "torch_calls": sum(count for _, count, _ in calls),
-            }
-        )
+        torch_calls = sum(count for _, count, _ in calls)
+        told = {"direction": graph.direction, "segments": graph.segments_as_dicts(), "torch_calls": torch_calls}
+        unit["graphs"].append(told)
         for name, count, why in calls:
             entry = unit["in_torch"].setdefault(name, {"count": 0, "why": why, "way_out": way_out(why)})
             entry["count"] += count

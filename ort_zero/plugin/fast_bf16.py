@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 from ort_zero import config, env, log
 
 KEYS = '"torch_autocast": {"enabled": true, "dtype": "bfloat16"} or "bf16": {"enabled": true} in the DeepSpeed config'
-_CPUINFO = Path("/proc/cpuinfo")
 
 
 def is_fast() -> bool:
     """Return True if the processor multiplies bf16 by AMX, of which torch tells by private names alone."""
-    return _CPUINFO.exists() and "amx_bf16" in _CPUINFO.read_text().split()
+    return "amx_bf16" in env.cpu_info().split()
 
 
 def watch_first_forward(engine: Any, section: config.Config) -> None:
-    """Have rank 0 say it in the first forward of a DeepSpeed engine that computes in fp32.
-
-    Not where ONNX Runtime is to run all it can: it has no bf16 on CPUs.
-    """
+    """Have rank 0 say it in the first forward of an engine in fp32, unless ONNX Runtime (no bf16) is to run all."""
     on_rank = env.rank() == 0 and engine.device.type == "cpu"
     if not on_rank or section.compile.place == "ort" or section.engine() == "ortmodule" or not is_fast():
         return

@@ -72,14 +72,10 @@ def _warn_of_unused_section() -> None:
 
 
 def _ortmodule_hooks() -> dict[str, Callable[[Any], None]]:
-    """Return the backend's hooks by the name of the imported module; none if the backend cannot be loaded."""
-    try:
-        from ort_zero.ortmodule.backend import import_hooks
+    """Return the backend's hooks by the name of the imported module."""
+    from ort_zero.ortmodule.backend import import_hooks
 
-        return {name: functools.partial(_run_hook, hook) for name, hook in import_hooks().items()}
-    except Exception as error:  # raised here, the error would end the user's import of onnxruntime
-        _state["auto_error"] = f"{type(error).__name__}: {error}"
-        return {}
+    return {name: functools.partial(_run_hook, hook) for name, hook in import_hooks().items()}
 
 
 _HOOKS: dict[str, Callable[[], dict[str, Callable[[Any], None]]]] = {
@@ -91,23 +87,20 @@ _HOOKS: dict[str, Callable[[], dict[str, Callable[[Any], None]]]] = {
 
 def _arm(package: str) -> None:
     """Register the hooks of a package to be called after the import of their modules, at once for imported ones."""
-    hooks = _HOOKS.pop(package)()
-    if not _HOOKS and _WaitForImports in sys.meta_path:
-        sys.meta_path.remove(_WaitForImports)  # type: ignore[arg-type]
     try:
+        hooks = _HOOKS.pop(package)()
+        if not _HOOKS and _WaitForImports in sys.meta_path:
+            sys.meta_path.remove(_WaitForImports)  # type: ignore[arg-type]
         from wrapt.importer import register_post_import_hook
 
         for name, hook in hooks.items():
             register_post_import_hook(hook, name)
-    except Exception as error:
+    except Exception as error:  # raised here, the error would end the user's import
         _state["auto_error"] = f"{type(error).__name__}: {error}"
 
 
 def _run_hook(hook: Callable[[Any], None], module: Any) -> None:
-    """Run a backend's hook after the import of `module`, unless bare ORTModules should stay unchanged.
-
-    An error is logged and not raised: the import must work as without the plugin.
-    """
+    """Run a backend's hook after the import of `module`, unless bare ORTModules should stay unchanged; log errors."""
     if not _state["bare"]:
         return
     try:
@@ -122,8 +115,7 @@ def _run_hook(hook: Callable[[Any], None], module: Any) -> None:
 def _enable_quietly(module: Any) -> None:
     """Enable the plugin; on failure warn once and keep the reason for :func:`status`.
 
-    DeepSpeed then works as without the plugin, but an engine whose config has an enabled section raises the reason: the
-    model must not train in PyTorch unnoticed.
+    An engine whose config has an enabled section then raises the reason: it must not train in PyTorch unnoticed.
     """
     try:
         enable()

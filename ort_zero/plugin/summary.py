@@ -1,7 +1,4 @@
-"""Print a table once the first training graph runs: active features, how to switch them, and the time for graphs.
-
-:func:`table` returns the text; :func:`announce` prints it, once in a process, on rank 0. Later models have a line.
-"""
+"""Print a table once the first training graph runs, on rank 0: active features, and how to switch them."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ def table(
     """Return the features and costs of an engine's model, as a table that breaks between words at a width.
 
     Args:
-        status: the status of the engine's model; None where the section leaves the model in PyTorch.
+        status: of the engine's model; None where the section leaves the model in PyTorch.
         plans: operators that the backward computes again, and the memory that this saves.
         in_effect: the measures of ``"cpu_memory"`` that are in effect.
     """

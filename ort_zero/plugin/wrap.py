@@ -35,9 +35,8 @@ def wrap(model: Any, **section: Any) -> Any:
     """
     options = config.parse(section)
     if "checkpoint" in section:
-        raise ConfigError(
-            'ort_zero.checkpoint: a model without a DeepSpeed engine has no checkpoints; leave "checkpoint" out'
-        )
+        text = 'a model without a DeepSpeed engine has no checkpoints; leave "checkpoint" out'
+        raise ConfigError(f"ort_zero.checkpoint: {text}")
     if "metrics" in section:
         raise ConfigError("ort_zero.metrics: a model without a DeepSpeed engine has no steps; read ort_zero.status()")
     if env.disabled() or not options.enabled or collected_script.section_is_off():

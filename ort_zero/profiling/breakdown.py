@@ -1,9 +1,7 @@
 """Divide the time of a step among its kernels, gathers, reduces, the optimizer, Python and the script.
 
-The times come from two profilers. torch.profiler records a tree of ranges (see :mod:`ort_zero.utils.named_ranges`) and
-ATen operators of the calling thread. A run of an ONNX Runtime session is one range in that tree; ONNX Runtime's
-profiler records the time of each node in the run. Each moment counts once, for the innermost range or operator.
-A node that ATen or Python executes is divided into the operators that torch.profiler recorded in it.
+torch.profiler records a tree of ranges and ATen operators of the calling thread, where a run of a session is one range.
+ONNX Runtime's profiler records the nodes in the run. Each moment counts once, for the innermost range or operator.
 """
 
 from __future__ import annotations

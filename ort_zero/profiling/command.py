@@ -1,7 +1,6 @@
 """Run a script twice, in ONNX Runtime and with its ``ort_zero`` section off, and compare the times of a step.
 
-This module imports neither torch nor onnxruntime: the measuring runs in the script's process, see
-:mod:`ort_zero.profiling.recorder`.
+The measuring runs in the script's process: :mod:`ort_zero.profiling.recorder`.
 """
 
 from __future__ import annotations
@@ -35,10 +34,6 @@ def profile(
     Args:
         trace_file: file for the trace of all ranks, see :mod:`.trace`; None for no trace.
         tell: called with the number of finished phases, the number of all phases, and the name of the running phase.
-
-    Raises:
-        OSError: the trace cannot be written.
-        ScriptError: the script failed, trained nothing, or ended too early.
     """
     sides, first, total = [], [], 2 * len(_DOING)
     with tempfile.TemporaryDirectory(prefix="ort_zero-") as traces:

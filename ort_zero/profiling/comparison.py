@@ -10,6 +10,7 @@ from typing import Any
 from ort_zero.profiling.breakdown import KERNEL
 from ort_zero.profiling.exchange import NAMES, Part, RankProfile
 from ort_zero.profiling.operator_groups import group_of
+from ort_zero.runtimes.runner import Runner
 from ort_zero.utils import tables
 
 _NAMED = 3
@@ -18,7 +19,6 @@ _SMALL = 0.002
 """Share of a step below which rows of the table are added up in one row."""
 _SLOWED = 1.3
 """Factor by which the profilers may lengthen a step without a note."""
-_RUNNERS = {"onnxruntime": "ONNX Runtime", "inductor": "Inductor", "torch": "PyTorch"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +119,10 @@ class Comparison:
 
 
 def runners_of(found: Mapping[str, Any]) -> str:
-    """Return in words what runs the units of a class, and the times of those that were timed in this process."""
-    units = ", ".join(f"{count} in {_RUNNERS[runner]}" for runner, count in found["units"].items())
+    """Return in words what runs the units of a class, and the times that were taken in this process."""
+    units = ", ".join(f"{count} in {Runner(runner).title}" for runner, count in found["units"].items())
     by_time = sorted(found["ms"].items(), key=lambda item: item[1])
-    times = ", ".join(f"{_RUNNERS[runner]} {value:.2f} ms" for runner, value in by_time)
+    times = ", ".join(f"{Runner(runner).title} {value:.2f} ms" for runner, value in by_time)
     return f"{units}" + (f"; a forward and a backward take: {times}" if times else "")
 
 

@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ort_zero import env
+from ort_zero.runtimes.runner import Runner
 
 ORT, TORCH = "ort", "torch"
 """The two backends: the script unchanged, and the script with its ``ort_zero`` section off."""
-NAMES = {ORT: "ONNX Runtime", TORCH: "PyTorch"}
+NAMES = {ORT: Runner.ONNXRUNTIME.title, TORCH: Runner.TORCH.title}
 """Name of each backend in tables and traces."""
 STARTED, PROFILING, TIMING, DONE, FAILED = "started", "profiling", "timing", "done", "failed"
 """The states of a rank, in the order of time; the report of a failed rank has the error's message."""

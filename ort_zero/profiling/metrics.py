@@ -44,9 +44,6 @@ def write_metrics_of(engine: Any, section: Any, runtime: Any) -> None:
     Args:
         section: a :class:`~ort_zero.config.MetricsConfig`.
         runtime: runs the engine's model in ONNX Runtime; None for a model in PyTorch.
-
-    Raises:
-        ConfigError: on all ranks, if one rank cannot write its file.
     """
     monitor = engine.monitor if section.monitor and getattr(engine.monitor, "enabled", False) else None
     if section.path is None and monitor is None:
@@ -92,11 +89,7 @@ def counting_a_save_of(engine: Any) -> Iterator[None]:
 
 
 def path_of_rank(path: str | None, rank: int) -> Path | None:
-    """Return the metrics file of one rank, None if the rank writes no file.
-
-    Args:
-        path: ``metrics.path`` of the section; with ``{rank}`` in it each rank writes a file, else rank 0 alone.
-    """
+    """Return the metrics file of one rank, None if only rank 0 writes one: a path without ``{rank}``."""
     if path is None or (rank != 0 and _RANK not in path):
         return None
     return Path(path.replace(_RANK, str(rank))).expanduser()
@@ -121,9 +114,6 @@ class MetricsWriter:
         path: file of this rank, replaced as a whole at each write; None for no file.
         runtime: has the status of the model; None for a model in PyTorch.
         monitor: DeepSpeed's monitors, which take the figures of rank 0; None if none is on.
-
-    Raises:
-        ConfigError: the file cannot be written on this rank.
     """
 
     def __init__(self, path: Path | None, every: int, model: str, runtime: Any = None, monitor: Any = None):
@@ -136,9 +126,8 @@ class MetricsWriter:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.open("ab").close()
             except OSError as error:
-                raise ConfigError(
-                    f"ort_zero.metrics.path: {path} cannot be written on rank {env.rank()}: {error}"
-                ) from error
+                text = f"ort_zero.metrics.path: {path} cannot be written on rank {env.rank()}: {error}"
+                raise ConfigError(text) from error
 
     def after_step(self, step: int) -> None:
         """Write the figures every few steps; `step` is the number of optimizer steps that the engine has done."""

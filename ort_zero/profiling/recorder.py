@@ -28,10 +28,9 @@ class ProfileEndedError(SystemExit):
 
 
 class Recorder:
-    """The measurement of the first model that trains in the script.
+    """The measurement, as the command asks for it, of the first model that trains in the script.
 
     Args:
-        asked: what the command asks for, see :func:`ort_zero.profiling.command.profile`.
         node_profiles: has new sessions record their nodes, into files that begin with its argument.
     """
 
@@ -60,15 +59,7 @@ class Recorder:
             self._result.write(STARTED)
 
     def call(self, owner: object, training: bool) -> None:
-        """End the running step and begin the next one, directly before a call of a model.
-
-        Args:
-            owner: the model, engine or runtime that is called; the first owner of a training call is measured.
-            training: whether the call computes gradients.
-
-        Raises:
-            ProfileEndedError: all steps are measured.
-        """
+        """End the running step and begin the next one, before a call of the first owner that trains, or the script."""
         if self._owner is None and training:
             self._owner = owner
         if self._owner is not owner:

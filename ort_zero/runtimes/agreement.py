@@ -5,7 +5,6 @@ The first rank that decides writes into the store of ``torch.distributed``; the 
 
 from __future__ import annotations
 
-import enum
 import functools
 import hashlib
 import json
@@ -20,22 +19,10 @@ import torch.distributed as dist
 
 from ort_zero import env
 from ort_zero.compat.torch_distributed import default_store
+from ort_zero.runtimes.runner import Runner
 from ort_zero.utils.atomic_write import write_json
 
 _FILE = "placements.json"
-
-
-class Runner(enum.Enum):
-    """What runs a segment or a unit."""
-
-    ONNXRUNTIME = "onnxruntime"
-    INDUCTOR = "inductor"
-    TORCH = "torch"
-
-    @property
-    def title(self) -> str:
-        """The name in texts."""
-        return {"onnxruntime": "ONNX Runtime", "inductor": "Inductor", "torch": "PyTorch"}[self.value]
 
 
 Decision = tuple[Runner, float]
@@ -142,10 +129,7 @@ def _told(key: str) -> str | None:
 
 def _context() -> str:
     """Return a hash of what the times of segments depend on: versions, processor, number of threads, GPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = [platform.processor()]
+    lines = env.cpu_info().splitlines() or [platform.processor()]
     processor = next((line for line in lines if line.startswith("model name")), lines[0])
     facts = [torch.__version__, onnxruntime.__version__, processor, torch.get_num_threads()]
     if torch.cuda.is_available():

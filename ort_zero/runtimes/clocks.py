@@ -9,10 +9,7 @@ import torch
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Return the clock that measures work on a device.
-
-    A CPU with one thread has the time of that thread, which other processes do not disturb.
-    """
+    """Return the clock that measures work on a device: on a CPU with one thread the time of that thread."""
     if device.type == "cpu":
         return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 

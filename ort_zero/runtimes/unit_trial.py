@@ -18,7 +18,8 @@ from torch import nn
 from ort_zero.compat.deepspeed import full_shape
 from ort_zero.compat.torch_compile import saves_plainly, tree_leaves
 from ort_zero.compat.torch_modules import modules_of, parameters_of
-from ort_zero.runtimes.agreement import Agreement, Runner
+from ort_zero.runtimes.agreement import Agreement
+from ort_zero.runtimes.runner import Runner
 
 _RUNS = 12
 """Number of timed forwards and backwards in each form; the fastest counts, which noise disturbs least."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ort_zero import log
-from ort_zero.runtimes.agreement import Runner
+from ort_zero.runtimes.runner import Runner
 from ort_zero.units.recompilations import Recompilations
 
 

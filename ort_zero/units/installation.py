@@ -34,7 +34,6 @@ def install(model: nn.Module, engine: Engine[Any], units: Sequence[Unit], stage:
 def connect(running: UnitsModel, engine: Any) -> None:
     """Prepare a new DeepSpeed engine for compiled units: the order of gradients, the sizes of prefetches.
 
-    The optimizer gets the gradients in one order on all ranks.
     The step whose operations DeepSpeed's flops profiler counts runs in PyTorch: the profiler counts calls of Python.
     """
     running.stage = int(engine.zero_optimization_stage())

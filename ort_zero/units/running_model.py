@@ -16,8 +16,9 @@ from ort_zero.compat.torch_compile import saves_plainly, tree_leaves
 from ort_zero.compat.torch_modules import modules_of, named_modules_of
 from ort_zero.errors import ExportError
 from ort_zero.runtimes import registry
-from ort_zero.runtimes.agreement import Runner, agreement
+from ort_zero.runtimes.agreement import agreement
 from ort_zero.runtimes.clocks import clock_of
+from ort_zero.runtimes.runner import Runner
 from ort_zero.runtimes.unit_trial import UnitTrial, sizes_of, start_key, trial_key
 from ort_zero.units.caches import has_cache, leave_out_caches, without_cache
 from ort_zero.units.class_forward import ClassForward

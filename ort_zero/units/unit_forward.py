@@ -14,7 +14,7 @@ from torch import nn
 from ort_zero.compat.deepspeed import full_size
 from ort_zero.compat.torch_compile import called_module, in_backward, is_dynamos, is_taken_apart, saves_plainly
 from ort_zero.compat.torch_modules import parameters_of
-from ort_zero.runtimes.agreement import Runner
+from ort_zero.runtimes.runner import Runner
 from ort_zero.runtimes.unit_trial import UnitTrial
 from ort_zero.units.second_derivatives import Call
 

@@ -15,12 +15,7 @@ PARTIAL = ".partial"
 
 
 def partial_name(name: str, token: str) -> str:
-    """Return the name of an incomplete file, in the folder of the complete file.
-
-    Args:
-        name: the final name, which may include folders.
-        token: distinguishes this writer from other writers of the same file.
-    """
+    """Return the name of an incomplete file beside `name`; `token` distinguishes the writers of one file."""
     folder, slash, last = name.rpartition("/")
     return f"{folder}{slash}.{last}.{token}{PARTIAL}"
 
@@ -31,9 +26,6 @@ def removed_on_error(path: Path, *, durable: bool) -> Iterator[BinaryIO]:
 
     Args:
         durable: flush the bytes to the disk at the end, so that they survive a loss of power.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     try:
         with open(path, "wb", buffering=0) as file:
@@ -47,11 +39,7 @@ def removed_on_error(path: Path, *, durable: bool) -> Iterator[BinaryIO]:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` as the content of `path`, in place of an existing file, which stays until the new one is complete.
-
-    Raises:
-        OSError: the file cannot be written; no incomplete file stays.
-    """
+    """Write `data` as the content of `path`, in place of an existing file, which stays until all is written."""
     partial = path.with_name(partial_name(path.name, f"{os.getpid()}-{uuid.uuid4().hex[:8]}"))
     try:
         partial.write_bytes(data)
@@ -63,10 +51,10 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` in UTF-8 as the content of `path`, in place of an existing file; raises as :func:`write_bytes`."""
+    """Write `text` in UTF-8 as :func:`write_bytes`."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any, **options: Any) -> None:
-    """Write `value` as JSON into `path`, in place of an existing file; raises as :func:`write_bytes`."""
+    """Write `value` as JSON as :func:`write_bytes`."""
     write_text(path, json.dumps(value, **options))

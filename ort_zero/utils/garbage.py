@@ -9,10 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pause the garbage collector of this process in the block, since it would scan all objects repeatedly.
-
-    Only memory in reference cycles is freed later. Nothing changes if the collector is off already.
-    """
+    """Pause the garbage collector of this process in the block, since it would scan all objects repeatedly."""
     enabled = gc.isenabled()
     gc.disable()
     try:

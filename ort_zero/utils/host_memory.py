@@ -1,7 +1,4 @@
-"""Allocate memory for gigabytes of tensors in large pages, and tell how much memory is free.
-
-A new page of 4 KiB costs more time than the copy that fills it, and large pages cost a tenth of that.
-"""
+"""Allocate memory for tensors in large pages, which cost a tenth of small ones, and tell how much memory is free."""
 
 from __future__ import annotations
 

@@ -8,15 +8,7 @@ from typing import Any
 
 
 def lazy_attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a module-level ``__getattr__`` for `package` that imports each name's module on first use.
-
-    Args:
-        package: ``__name__`` of the package.
-        homes: public name -> the module that defines it.
-
-    Returns:
-        A function of the attribute's name; it raises AttributeError for a name that is not in `homes`.
-    """
+    """Return a module-level ``__getattr__`` for `package` that imports each public name's module, of `homes`."""
 
     def __getattr__(name: str) -> Any:
         if name not in homes:

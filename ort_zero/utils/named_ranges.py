@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 PREFIX = "ort_zero::"
 STEP, FORWARD, BACKWARD, OPTIMIZER = "step", "forward", "backward", "optimizer"
@@ -20,35 +19,13 @@ def activate(active: bool) -> None:
     _active = active
 
 
-class named_range:
-    """A context manager and decorator that records its block as a range of torch.profiler, if recording is on."""
+@contextmanager
+def named_range(name: str) -> Iterator[None]:
+    """Record a block, or as a decorator each call of a function, as a range of torch.profiler, if recording is on."""
+    if not _active:
+        yield
+        return
+    import torch
 
-    __slots__ = ("_name", "_record")
-
-    def __init__(self, name: str):
-        self._name = name
-        self._record: Any = None
-
-    def __enter__(self) -> None:
-        if _active:
-            import torch
-
-            self._record = torch.profiler.record_function(PREFIX + self._name)
-            self._record.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self._record is not None:
-            record, self._record = self._record, None
-            record.__exit__(*error)
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls `function` and records each call as a range."""
-
-        @functools.wraps(function)
-        def named(*args: Any, **kwargs: Any) -> Any:
-            if not _active:
-                return function(*args, **kwargs)
-            with named_range(self._name):
-                return function(*args, **kwargs)
-
-        return named
+    with torch.profiler.record_function(PREFIX + name):
+        yield

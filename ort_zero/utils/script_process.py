@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -15,9 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 
 from ort_zero.errors import ConfigError, OrtZeroError
 
@@ -25,8 +23,6 @@ GRACE_SECONDS = 60.0
 """Time in seconds in which a script may end by itself after its steps are done."""
 _LAST_LINES = 20
 """Number of last lines that are shown of the output of a failed script."""
-_WAITS = re.compile(r"\[ort_zero rank \d+\] \w+ waiting for ")
-"""Matches a line of a rank that waits for a lock, perhaps for ever."""
 _REPORT = "torch/distributed/elastic/"
 """Part of the first line of torchrun's report on a rank that failed, which hides what the rank printed."""
 _WITHOUT_LAUNCHER = "No module named 'mpi4py'"
@@ -51,10 +47,7 @@ def command_line(
     """Return the command line that starts a script, behind the words of a launcher such as ``deepspeed --num_gpus 2``.
 
     A launcher's program is first looked for beside the interpreter `python`; another interpreter than this one must
-    have it there, since a launcher on PATH would start the ranks with its own.
-
-    Raises:
-        ConfigError: the script or the launcher's program does not exist, or the launcher is no command line.
+    have it there, since a launcher on PATH would start the ranks with its own. What cannot be found is a ConfigError.
     """
     if not script.is_file():
         raise ConfigError(f"the script {script} does not exist")
@@ -75,8 +68,7 @@ def command_line(
     return [found, *words[1:], str(script), *arguments]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedRun:
+class RequestedRun(NamedTuple):
     """The result of a script that was asked to measure something."""
 
     status: int
@@ -97,7 +89,7 @@ def run_with_request(
 ) -> RequestedRun:
     """Run a command with a request in a file, until it ends or its ranks have written their reports, files of JSON.
 
-    No process of the command outlives the call.
+    No process of the command outlives the call. A script that needs a launcher is a ConfigError.
 
     Args:
         command: the command line of the script.
@@ -107,9 +99,6 @@ def run_with_request(
             A script that continues after that is ended after :data:`GRACE_SECONDS`.
         environment: more variables for the script.
         log: file for what the script prints; None keeps the last lines alone.
-
-    Raises:
-        ConfigError: the script needs a launcher.
     """
     with tempfile.TemporaryDirectory(prefix="ort_zero-") as name:
         folder = Path(name)
@@ -124,8 +113,7 @@ def run_with_request(
                 start_new_session=True,
             )  # fmt: skip
             try:
-                with open(log, encoding="utf-8", errors="replace") as printed:
-                    status = _wait(process, lambda: is_done(_reports_in(folder)), lambda: _tell_of_waits(printed))
+                status = _wait(process, lambda: is_done(_reports_in(folder)))
             finally:
                 _end(process)
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -149,7 +137,7 @@ def _reports_in(folder: Path) -> list[Any]:
 def _ended_by_sigterm() -> Iterator[None]:
     """Have SIGTERM raise SystemExit in the block, as SIGINT raises KeyboardInterrupt: the script is to end, too.
 
-    Does nothing outside the main thread, since only the main thread may set handlers. An ignored signal stays ignored.
+    Does nothing outside the main thread, and to an ignored signal.
     """
     here = threading.current_thread() is threading.main_thread()
     if not here or signal.getsignal(signal.SIGTERM) in (signal.SIG_IGN, None):
@@ -166,25 +154,14 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _tell_of_waits(printed: TextIO) -> None:
-    """Print the new lines in which a rank of the script says what it waits for."""
-    for line in printed:
-        if _WAITS.match(line):
-            print(line, end="", file=sys.stderr, flush=True)
-
-
-def _wait(process: subprocess.Popen, is_done: Callable[[], bool], tell: Callable[[], None]) -> int:
-    """Return the exit status; 0 for a script that runs longer than :data:`GRACE_SECONDS` after its work.
-
-    Calls `tell` twice a second.
-    """
+def _wait(process: subprocess.Popen, is_done: Callable[[], bool]) -> int:
+    """Return the exit status; 0 for a script that runs longer than :data:`GRACE_SECONDS` after its work."""
     until = None
     while True:
         try:
             return process.wait(timeout=0.5)
         except subprocess.TimeoutExpired:
             now = time.monotonic()
-            tell()
             if is_done() and until is None:
                 until = now + GRACE_SECONDS
             if until is not None and now > until:

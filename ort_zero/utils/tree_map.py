@@ -10,11 +10,10 @@ import torch
 
 
 def map_slots(function: Callable[[str, torch.Tensor], Any], value: Any) -> Any:
-    """Return `value` with every tensor in its tuples, lists and dicts replaced by the result of `function`.
+    """Return `value` with every tensor in its tuples, lists and dicts, which keep their types, replaced.
 
     ``function(slot, tensor)`` gets the tensor's place in the value, such as ``"[0]"`` or ``".logits"``; the result None
-    keeps the tensor. A value without changes is returned itself. Containers keep their type; objects of other types are
-    ignored.
+    keeps the tensor. A value without changes is returned itself.
     """
     return _mapped(function, value, "")
 
@@ -25,10 +24,9 @@ def map_arguments(function: Callable[[str, torch.Tensor], Any], args: tuple, kwa
 
 
 def map_attributes(function: Callable[[str, torch.Tensor], Any], value: Any) -> None:
-    """Replace in place the tensors in attributes of objects, such as namespaces, dataclasses and objects with slots.
+    """Replace in place, as :func:`map_slots`, the tensors in attributes of objects that are nested in `value`.
 
-    The objects may be nested in `value`, in tuples, lists and dicts, whose own tensors stay. Modules are left out.
-    `function` is that of :func:`map_slots`.
+    Tensors of tuples, lists and dicts among these stay. Modules are left out.
     """
     waiting, seen = [value], set()
     while waiting:

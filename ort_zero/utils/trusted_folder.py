@@ -1,8 +1,7 @@
 """Decide whether this process may load or execute files from a folder of the local file system.
 
-A user who can write into a folder, or rename a folder above it, can plant a file there. So the folder and all folders
-above it must belong to this user or to root, and no other user may write into them. A sticky folder such as ``/tmp`` is
-safe above a folder of this user, since other users cannot rename that folder.
+A user who can write into a folder, or rename a folder above it, can plant a file there. So all of them must belong to
+this user or to root, and no other user may write into them, but into a sticky folder such as ``/tmp`` above.
 """
 
 from __future__ import annotations
@@ -15,14 +14,9 @@ from pathlib import Path
 def reason_not_to_trust(folder: Path) -> str | None:
     """Return why another user may have written into `folder`, None if no other user can have done so."""
     # check the path as written, too: other users may replace a link in it
-    checked: set[Path] = set()
     for path in (Path(os.path.abspath(folder)), folder.resolve()):
         for place in (path, *path.parents):
-            if place in checked:
-                continue
-            checked.add(place)
-            reason = _reason(place, is_above=place != path)
-            if reason is not None:
+            if (reason := _reason(place, is_above=place != path)) is not None:
                 return reason
     return None
 

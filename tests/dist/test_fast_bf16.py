@@ -21,7 +21,7 @@ def amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file of the kernel for a processor with AMX."""
     file = tmp_path / "cpuinfo"
     file.write_text("model name\t: One\nflags\t\t: fpu avx512f amx_bf16 amx_tile\n")
-    monkeypatch.setattr(fast_bf16, "_CPUINFO", file)
+    monkeypatch.setattr(fast_bf16.env, "cpu_info", lambda: file.read_text() if file.exists() else "")
     fast_bf16._say.cache_clear()
     return file
 

@@ -64,7 +64,7 @@ ALLOWED: dict[str, set[str]] = {
     "statistics.collect": {"compat", "distributed", "env", "errors", "log", "statistics", "utils"},
     "statistics.compare": {"errors", "statistics", "utils"},
     "statistics.check": {"errors", "statistics", "statistics.compare", "utils"},
-    "profiling": {"distributed", "env", "errors", "log", "utils"},
+    "profiling": {"distributed", "env", "errors", "log", "runtimes", "utils"},
     # checkpoints: bytes in files, one record of what they hold, its readers, and what is done with it
     "checkpoint.files": {"errors", "utils.masking", "utils"},
     "checkpoint.records": {"checkpoint.files", "errors", "utils"},

@@ -1,7 +1,6 @@
 """Report whether this machine can train in ONNX Runtime, with the engine that the section's ``"auto"`` means here.
 
-The facts come from metadata and files, except the execution providers. A separate process reads these, since
-onnxruntime-training imports torch and DeepSpeed, which print to stdout. It runs only if the packages are installed.
+A separate process reads the execution providers: onnxruntime-training imports torch and DeepSpeed, which print.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def examine() -> Report:
     complete = not problems
     examination = loading.load("compile" if engine == "torch" else engine).examine()
     if not examination.built:
-        problems += [Problem(what, fix) for what, fix in examination.problems]
+        problems += [Problem(*each) for each in examination.problems]
     providers: tuple[str, ...] = ()
     if complete:
         providers, trouble = _providers(engine)

@@ -46,9 +46,6 @@ def compare_ranks(ranks: RankGroup, storage: str | None = None, files: Sequence[
     Args:
         storage: folder for checkpoints that all hosts should share; each rank writes a small file there and removes it.
         files: files that should have the same content on all hosts, such as the script and the DeepSpeed JSON.
-
-    Raises:
-        CheckpointError: a rank has ended or does not answer.
     """
     facts = {**_facts(), **{f"file {name}": _digest(name) for name in files}}
     host = socket.gethostname()

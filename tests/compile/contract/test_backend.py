@@ -20,7 +20,8 @@ from ort_zero.compile.dynamo_backend import Compiler
 from ort_zero.compile.engine import CompileEngine
 from ort_zero.compile.settings import Settings
 from ort_zero.errors import ConfigError
-from ort_zero.runtimes.agreement import Runner, agreement
+from ort_zero.runtimes.agreement import agreement
+from ort_zero.runtimes.runner import Runner
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,9 @@ import torch
 
 from ort_zero.compile import trial as trial_module
 from ort_zero.compile.trial import Trial
-from ort_zero.runtimes.agreement import Agreement, Decision, Runner
+from ort_zero.runtimes.agreement import Agreement, Decision
 from ort_zero.runtimes.differences import explain_difference
+from ort_zero.runtimes.runner import Runner
 
 
 class Calls:

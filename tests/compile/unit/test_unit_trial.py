@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ort_zero
-from ort_zero.runtimes.agreement import Agreement, Runner, agreement
+from ort_zero.runtimes.agreement import Agreement, agreement
+from ort_zero.runtimes.runner import Runner
 from ort_zero.runtimes.unit_trial import UnitTrial
 from ort_zero.units.running_model import _models
 from ort_zero.units.unit_forward import UnitRunner, is_compiled, replace_forward
