@@ -121,6 +121,9 @@ def test_the_fastest_of_three_runs_a_layer(inductor_runs: list[int]):
     (runner,) = layers["units"]
     timed_longer = {name: ms for name, ms in layers["ms"].items() if ms <= 1.5 * min(layers["ms"].values())}
     assert runner == min(timed_longer, key=timed_longer.__getitem__)
+    name = {"onnxruntime": "ONNX Runtime", "inductor": "Inductor", "torch": "PyTorch"}[runner]
+    line = f"2 in {name}; a forward and a backward take: {name} "
+    assert f"  {'PyTorch runs it whole: ' if runner == 'torch' else line}" in status["explained"]
 
 
 def test_a_later_start_compiles_the_winner_alone(monkeypatch: pytest.MonkeyPatch, inductor_runs: list[int]):
@@ -141,9 +144,6 @@ def test_a_later_start_compiles_the_winner_alone(monkeypatch: pytest.MonkeyPatch
     assert again["runners"]["LlamaDecoderLayer"]["units"] == {"inductor": 2}
     assert again["backend"] == "inductor" and again["compiled"]["settled"]
     assert inductor_runs[0] == 3 * 2 * 3, "two layers and the head, forward and backward, from the first step on"
-    name = {"onnxruntime": "ONNX Runtime", "inductor": "Inductor", "torch": "PyTorch"}[runner]
-    line = f"2 in {name}; a forward and a backward take: {name} "
-    assert f"  {'PyTorch runs it whole: ' if runner == 'torch' else line}" in status["explained"]
 
 
 def with_results(change: Callable[[torch.Tensor], torch.Tensor], direction: str) -> Callable[..., Any]:
