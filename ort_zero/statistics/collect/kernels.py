@@ -1,4 +1,4 @@
-"""Compile the loops that add the values of a tensor to its row of statistics. Importing this module imports numba.
+"""Compile the loops that measure float32 values on the CPU. Importing this module imports numba.
 
 A row that is not complete holds sums: MEAN is the mean of the values so far, STD the sum of squared deviations from
 MEAN, ABS_MEAN the sum of magnitudes.
@@ -25,12 +25,14 @@ with extra.required():
     from numba import types
     from numba.extending import intrinsic
 
-Kernel = Callable[[np.ndarray, int, np.ndarray, bool, bool], None]
-"""``kernel(values, offset, row, begins, ends)``: add values to a row. `offset` is the flat index of the first
-value within its tensor, `begins` clears the row first, `ends` turns the sums into statistics at the end."""
+Kernel = Callable[[np.ndarray, int, np.ndarray], bool]
+"""``kernel(values, offset, row)``: write the statistics of float32 values into a row. `offset` is the flat index of the
+first value within its tensor. False: a sum in float32 would not be exact enough, or there are NaN and inf."""
 
 TABLE_32 = TABLE.astype(np.float32).reshape(-1)
 """The signs within a block, float32 [BLOCK]."""
+LANES = 16
+"""Number of float32 values in a vector."""
 _ONE = np.uint64(1)
 _mixed = numba.njit(nogil=True)(splitmix64)
 
@@ -41,15 +43,14 @@ _mixed = numba.njit(nogil=True)(splitmix64)
 def _accumulate(typing, address, table, columns, rows, centre):
     """Return the sums, extremes and counts over rows of 64 values, and store their sketch.
 
-    Only compiled code calls this function. `address`, `table` and `columns` are the addresses of the first value
-    (float32 or float64 like `centre`), of its float32 sign, and of the 64 numbers of the sketch, of the values' type.
-    `centre` is subtracted before values are summed and squared. The results are seven float64: sums of deviations, of
-    squares, of magnitudes; minimum; maximum; numbers of negatives, of zeros.
+    Only compiled code calls this function. `address`, `table` and `columns` are the addresses of the first value, of
+    its sign, and of the 64 numbers of the sketch, all float32. `centre` is subtracted before values are summed and
+    squared. The results are seven float64: sums of deviations, of squares, of magnitudes; minimum; maximum; numbers of
+    negatives, of zeros.
     """
 
     def generate(context, builder, signature, arguments):
-        results = _generate_loop(builder, signature.args[4] == types.float64, *arguments)
-        return context.make_tuple(builder, signature.return_type, results)
+        return context.make_tuple(builder, signature.return_type, _generate_loop(builder, *arguments))
 
     number = types.int64
     return types.UniTuple(types.float64, 7)(number, number, number, number, centre), generate
@@ -58,26 +59,24 @@ def _accumulate(typing, address, table, columns, rows, centre):
 _accumulated: Any = intrinsic(_accumulate)
 
 
-def _generate_loop(builder, double, address, table, columns, rows, centre):
+def _generate_loop(builder, address, table, columns, rows, centre):
     """Generate the loop as LLVM code, and return its seven results as float64.
 
-    A row of 64 values is a few vectors; LLVM splits vectors that are wider than the processor's.
+    A row of 64 values is four vectors; LLVM splits vectors that are wider than the processor's.
     """
-    size = 8 if double else 4
-    lanes = 64 // size
-    index, wide = ir.IntType(64), ir.VectorType(ir.DoubleType(), lanes)
-    vector = ir.VectorType(ir.DoubleType() if double else ir.FloatType(), lanes)
-    integers = ir.VectorType(ir.IntType(8 * size), lanes)
+    index, double = ir.IntType(64), ir.DoubleType()
+    vector, wide = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), double))
+    integers = ir.VectorType(ir.IntType(32), LANES)
     centre = _in_all_lanes(builder, centre, vector)
-    zeros = ir.Constant(vector, [0.0] * lanes)
-    one, without_sign = (ir.Constant(integers, [value] * lanes) for value in (1, (1 << (8 * size - 1)) - 1))
+    zeros = ir.Constant(vector, [0.0] * LANES)
+    one, without_sign = (ir.Constant(integers, [value] * LANES) for value in (1, (1 << 31) - 1))
 
-    def place(base, offset, kind):
-        return builder.inttoptr(builder.add(base, offset), kind.as_pointer())
+    def place(base, offset):
+        return builder.inttoptr(builder.add(base, offset), vector.as_pointer())
 
-    def load(base, row, row_bytes, offset, kind, align):
-        at = builder.add(builder.mul(row, ir.Constant(index, row_bytes)), ir.Constant(index, offset))
-        return builder.load(place(base, at, kind), align=align)
+    def load(base, row, part):
+        at = builder.add(builder.mul(row, ir.Constant(index, 4 * SKETCH)), ir.Constant(index, 4 * LANES * part))
+        return builder.load(place(base, at), align=4)
 
     def multiply_add(a, b, c):
         # rounded once if the processor has such an instruction
@@ -99,9 +98,8 @@ def _generate_loop(builder, double, address, table, columns, rows, centre):
         total, squares, magnitude, low, high, negative, zero, *sketch = state
         values = []
         for part in range(len(sketch)):
-            signs = load(table, row, 4 * 64, 4 * lanes * part, ir.VectorType(ir.FloatType(), lanes), 4)
-            values.append(load(address, row, size * 64, 64 * part, vector, size))
-            sketch[part] = multiply_add(values[-1], builder.fpext(signs, wide) if double else signs, sketch[part])
+            values.append(load(address, row, part))
+            sketch[part] = multiply_add(values[-1], load(table, row, part), sketch[part])
         deviations = [builder.fsub(value, centre) for value in values]
         square = zeros
         for deviation in deviations:
@@ -114,9 +112,9 @@ def _generate_loop(builder, double, address, table, columns, rows, centre):
         sums = [builder.fadd(total, summed(deviations)), builder.fadd(squares, square)]
         return [*sums, builder.fadd(magnitude, magnitudes), low, high, negative, zero, *sketch]
 
-    far = [ir.Constant(vector, [edge] * lanes) for edge in (math.inf, -math.inf)]
-    none = ir.Constant(integers, [0] * lanes)
-    initial = [zeros] * 3 + far + [none] * 2 + [zeros] * size
+    far = [ir.Constant(vector, [edge] * LANES) for edge in (math.inf, -math.inf)]
+    none = ir.Constant(integers, [0] * LANES)
+    initial = [zeros] * 3 + far + [none] * 2 + [zeros] * (SKETCH // LANES)
     entry, body, test, done = builder.basic_block, *map(builder.append_basic_block, ("body", "test", "done"))
     builder.branch(test)
     builder.position_at_end(test)
@@ -131,11 +129,11 @@ def _generate_loop(builder, double, address, table, columns, rows, centre):
         phi.add_incoming(later, body)
     builder.position_at_end(done)
     for part, value in enumerate(state[7:]):
-        builder.store(value, place(columns, ir.Constant(index, 64 * part), vector), align=size)
-    sums = [_reduced(builder, "fadd", builder.fpext(value, wide) if not double else value) for value in state[:3]]
+        builder.store(value, place(columns, ir.Constant(index, 4 * LANES * part)), align=4)
+    sums = [_reduced(builder, "fadd", builder.fpext(value, wide)) for value in state[:3]]
     extremes = [_reduced(builder, name, value) for name, value in zip(("fmin", "fmax"), state[3:5])]
-    counts = [builder.sitofp(_reduced(builder, "add", value), ir.DoubleType()) for value in state[5:7]]
-    return [*sums, *(value if double else builder.fpext(value, ir.DoubleType()) for value in extremes), *counts]
+    counts = [builder.sitofp(_reduced(builder, "add", value), double) for value in state[5:7]]
+    return [*sums, *(builder.fpext(value, double) for value in extremes), *counts]
 
 
 def _in_all_lanes(builder, value, vector):
@@ -172,7 +170,7 @@ def _begin(row):
 @numba.njit(nogil=True)
 def _end(row):
     """Turn the sums in a row into statistics."""
-    count = row[column.ELEMENTS] - row[column.NAN] - row[column.INF]
+    count = row[column.ELEMENTS]
     row[column.POSITIVE] = count - row[column.NEGATIVE] - row[column.ZERO]
     if count == 0:
         row[column.MIN : column.STD + 1] = np.nan
@@ -217,7 +215,7 @@ def _scan(x, start, centre, columns):
 def _add(count, centre, sums, sketch, word, row):
     """Add the sums over a block of ``count`` finite values to a row (Chan, Golub, LeVeque 1979)."""
     total, squares, magnitude, low, high, negative, zero = sums
-    before = row[column.ELEMENTS] - row[column.NAN] - row[column.INF]
+    before = row[column.ELEMENTS]
     delta = centre + total / count - row[column.MEAN]
     part = count / (before + count)
     row[column.MEAN] += delta * part
@@ -235,107 +233,56 @@ def _add(count, centre, sums, sketch, word, row):
 
 
 @numba.njit(nogil=True)
-def _add_careful(x, start, word, row):
-    """Add a block to a row in float64; NaN and inf are counted and left out."""
-    finite = np.isfinite(x)
-    values = x[finite].astype(np.float64)
-    missing, without = x.size - values.size, np.isnan(x).sum()
-    row[column.ELEMENTS] += missing
-    row[column.NAN] += without
-    row[column.INF] += missing - without
-    if values.size:
-        columns = np.empty(SKETCH)
-        centre = (values / values.size).sum()  # the sum of large values would overflow
-        sums = _scan(values, 0, centre, columns)
-        _scan(np.where(finite, x, x.dtype.type(0)).astype(np.float64), start, 0.0, columns)
-        _add(values.size, centre, sums, columns, word, row)
-
-
-@numba.njit(nogil=True)
 def _add_block(x, start, word, columns, row):
-    """Add a block to a row, in the precision of ``x`` where that is exact enough, else in float64."""
+    """Add a block to a row; return False where float32 is not exact enough."""
     some = min(x.size, SKETCH)
-    centre = x.dtype.type(0)
+    centre = np.float32(0)
     for k in range(some):
         centre += x[k]
-    centre = centre / x.dtype.type(some)
+    centre = centre / np.float32(some)
     for attempt in range(2):
         sums = _scan(x, start, centre, columns)
         total, squares, magnitude, low, high, negative, zero = sums
         # within these limits no float32 sum overflows and no relevant square underflows; False with NaN and inf
         fits = squares <= 1e37 and (squares >= 1e-32 * x.size or low == high)
         if not fits:
-            _add_careful(x, start, word, row)
-            return
+            return False
         if attempt == 1 or total * total <= 0.5 * squares * x.size:
             _add(x.size, np.float64(centre), sums, columns, word, row)
-            return
+            return True
         # scan again about the mean: with this centre most digits of the variance would cancel
-        centre = x.dtype.type(centre + total / x.size)
+        centre = np.float32(centre + total / x.size)
+    return False
 
 
-@numba.njit(nogil=True)
-def _add_values(x, offset, row):
-    """Add values to a row, block by block of the sketch."""
-    seen = int(row[column.ELEMENTS])
-    for k in range(min(FIRST - seen, x.size)):
-        row[FIRST_AT + seen + k] = x[k]
-    columns = np.empty(SKETCH, x.dtype)
+def _measure(x, offset, row):
+    """Write the statistics of float32 values into a row, block by block of the sketch; see :data:`Kernel`."""
+    _begin(row)
+    for k in range(min(FIRST, x.size)):
+        row[FIRST_AT + k] = x[k]
+    columns = np.empty(SKETCH, np.float32)
     at = 0
     while at < x.size:
         start = (offset + at) % BLOCK
         stop = min(at + BLOCK - start, x.size)
         word = _mixed(np.uint64((offset + at) // BLOCK))
-        _add_block(x[at:stop], start, word, columns, row)
+        if not _add_block(x[at:stop], start, word, columns, row):
+            return False
         at = stop
+    _end(row)
+    return True
 
 
-def _of_floats(values, offset, row, begins, ends):
-    if begins:
-        _begin(row)
-    _add_values(values, offset, row)
-    if ends:
-        _end(row)
-
-
-def _of_bfloat16(halves, offset, row, begins, ends):
-    """Add bfloat16 values to a row; their bits arrive as int16, the upper halves of float32 values."""
-    if begins:
-        _begin(row)
-    bits = np.empty(BLOCK, np.uint32)
-    values = bits.view(np.float32)
-    at = 0
-    while at < halves.size:
-        size = min(halves.size - at, BLOCK - (offset + at) % BLOCK)
-        # a slice, as numba checks an index that is a sum for negative values and then does not vectorise the loop
-        part = halves[at : at + size]
-        for k in range(size):
-            bits[k] = np.uint32(np.uint16(part[k])) << np.uint32(16)
-        _add_values(values[:size], offset + at, row)
-        at += size
-    if ends:
-        _end(row)
-
-
-_SOURCES: dict[str, tuple[Any, Any]] = {
-    "float32": (_of_floats, types.float32),
-    "float64": (_of_floats, types.float64),
-    "bfloat16": (_of_bfloat16, types.int16),
-}
-
-
-def compiled(dtype: str) -> Kernel:
-    """Return the compiled kernel for ``"float32"``, ``"float64"`` or ``"bfloat16"`` (the kernel reads these as int16).
+def compiled() -> Kernel:
+    """Return the compiled kernel.
 
     Numba stores the machine code for other processes if numba's cache folder is writable. The code contains constants
     of :mod:`~ort_zero.statistics.rows`, but numba compiles again only when this file changes.
     """
-    function, element = _SOURCES[dtype]
-    values = types.Array(element, 1, "C", readonly=False, aligned=True)
-    row = types.Array(types.float64, 1, "C")
-    signature = types.void(values, types.int64, row, types.boolean, types.boolean)
+    values = types.Array(types.float32, 1, "C", readonly=False, aligned=True)
+    signature = types.boolean(values, types.int64, types.Array(types.float64, 1, "C"))
     try:
-        return numba.njit([signature], nogil=True, cache=True)(function)
+        return numba.njit([signature], nogil=True, cache=True)(_measure)
     except Exception:
         # no cache folder is writable, the disk is full, or stored code is unreadable: compile without the cache
-        return numba.njit([signature], nogil=True)(function)
+        return numba.njit([signature], nogil=True)(_measure)

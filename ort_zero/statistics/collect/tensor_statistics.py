@@ -2,10 +2,10 @@
 
 The statistics of one tensor are a *row*, see :mod:`ort_zero.statistics.rows`.
 
-**Precision.** Sums of at most :data:`~.rows.BLOCK` deviations from a centre near the mean have the tensor's
-precision, at least float32; everything else is float64. Blocks whose squares leave the range of float32 are summed in
-float64. Float64 values beyond 1e150 or below 1e-150 leave the range of float64 when squared: ``std`` and ``l2`` become
-inf or 0.
+**Precision.** Of floating point numbers of up to 32 bits on the CPU, sums of at most :data:`~.rows.BLOCK` deviations
+from a centre near the mean are float32; everything else is float64. So are tensors with NaN or inf, and those whose
+squares leave the range of float32. Float64 values beyond 1e150 or below 1e-150 leave the range of float64 when squared:
+``std`` and ``l2`` become inf or 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ort_zero.statistics.rows import BLOCK, FIRST, SKETCH, TABLE, merge, signs_of_blocks
+from ort_zero.statistics.rows import BLOCK, FIRST, SKETCH, TABLE, WIDTH, merge, signs_of_blocks
 
 if TYPE_CHECKING:
     from ort_zero.statistics.collect.kernels import Kernel
@@ -28,7 +28,6 @@ BUCKET = 1 << 22
 _CHUNK = 1 << 16
 """Number of elements converted or made contiguous at a time on the CPU, which fit into the L2 cache."""
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-_kernels: dict[torch.dtype, Kernel] = {}
 
 
 def measure_into(row: np.ndarray, tensor: torch.Tensor, offset: int = 0) -> None:
@@ -44,22 +43,17 @@ def measure_into(row: np.ndarray, tensor: torch.Tensor, offset: int = 0) -> None
             with its own ``__torch_dispatch__``, or its memory was released.
     """
     # the fast path: some hundred tensors in a training step are plain CPU tensors
-    if type(tensor) in _PLAIN_TYPES and tensor.is_cpu and tensor.layout is torch.strided:
-        kernel = _kernels.get(tensor.dtype)
-        if kernel is not None and not tensor.is_neg() and not tensor.is_nested:
+    if type(tensor) in _PLAIN_TYPES and tensor.dtype is torch.float32 and tensor.is_cpu:
+        if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_neg() and tensor.is_contiguous():
             require_memory(tensor)
-            if not tensor.is_contiguous() and tensor.numel() <= _CHUNK:
-                tensor = tensor.detach().contiguous()
-            if tensor.is_contiguous():
-                kernel(_array(tensor), offset, row, True, True)
+            if _kernel()(_array(tensor), offset, row):
                 return
     with torch.no_grad():
         values = _values(tensor)
         require_memory(values)
         if values.is_complex():  # two numbers
             values, offset = torch.view_as_real(values.resolve_conj()), 2 * offset
-        values = values.resolve_neg()
-        (_by_kernel if values.is_cpu else measure_on_device)(row, values, offset)
+        measure_in_pieces(row, values.resolve_neg(), offset)
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,13 +91,6 @@ def _pieces(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
         yield tensor[start : start + step]
 
 
-def _kind(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values of `dtype` are measured; the conversion is exact except for large integers."""
-    if dtype in (torch.float32, torch.float64, torch.bfloat16):
-        return dtype
-    return torch.float32 if dtype.is_floating_point else torch.float64
-
-
 def _converted(piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Convert a piece to a dtype and make it contiguous."""
     try:
@@ -112,45 +99,32 @@ def _converted(piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         raise ValueError(f"a tensor of dtype {piece.dtype} cannot be measured: {error}") from error
 
 
-def _by_kernel(row: np.ndarray, tensor: torch.Tensor, offset: int) -> None:
-    """Measure a dense tensor of real numbers on the CPU."""
-    kind = _kind(tensor.dtype)
-    kernel, begins = _kernel(kind), True
-    is_plain = kind is tensor.dtype and tensor.is_contiguous()
-    for piece in [tensor] if is_plain else _pieces(tensor, _CHUNK):
-        values = _array(_converted(piece, kind))
-        kernel(values, offset, row, begins, False)
-        begins = False
-        offset += values.size
-    kernel(values[:0], offset, row, False, True)
+def measure_in_pieces(row: np.ndarray, tensor: torch.Tensor, offset: int) -> None:
+    """Measure a dense tensor of real numbers on any device, converted piece by piece."""
+    in_float32 = tensor.is_cpu and tensor.is_floating_point() and tensor.element_size() <= 4
+    rows = []
+    for piece in _pieces(tensor, _CHUNK if tensor.is_cpu else BUCKET):
+        part = np.empty(WIDTH)
+        values = _converted(piece, torch.float32 if in_float32 else torch.float64).view(-1)
+        if not in_float32 or not _kernel()(_array(values), offset, part):
+            part = _row_by_torch(values.double(), offset).cpu().numpy()
+        rows.append(part)
+        offset += values.numel()
+    row[:] = rows[0] if len(rows) == 1 else merge(np.stack(rows))
 
 
-def _kernel(dtype: torch.dtype) -> Kernel:
-    """Return the kernel that reads values of a dtype, compiled on first use: numba takes seconds to be imported."""
-    if dtype not in _kernels:
-        from ort_zero.statistics.collect import kernels
+@functools.cache
+def _kernel() -> Kernel:
+    """Return the kernel for float32 values on the CPU, compiled on first use: numba takes seconds to be imported."""
+    from ort_zero.statistics.collect import kernels
 
-        _kernels[dtype] = kernels.compiled(str(dtype).removeprefix("torch."))
-    return _kernels[dtype]
+    return kernels.compiled()
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """Return the memory of a contiguous tensor as a flat array, bfloat16 as int16."""
-    tensor = tensor.detach()
-    if tensor.dtype is torch.bfloat16:
-        tensor = tensor.view(torch.int16)
-    values = tensor.numpy().reshape(-1)
+    """Return the memory of a contiguous tensor as a flat array."""
+    values = tensor.detach().numpy().reshape(-1)
     return values if values.flags.aligned else values.copy()
-
-
-def measure_on_device(row: np.ndarray, tensor: torch.Tensor, offset: int) -> None:
-    """Measure a dense tensor of real numbers by operators of torch on its device; the row is then copied to the CPU."""
-    rows = []
-    for piece in _pieces(tensor, BUCKET):
-        values = _converted(piece, torch.float64).view(-1)
-        rows.append(_row_by_torch(values, offset))
-        offset += values.numel()
-    row[:] = merge(torch.stack(rows).cpu().numpy())
 
 
 def _row_by_torch(values: torch.Tensor, offset: int) -> torch.Tensor:
