@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ort_zero.compat.operator_mode import OperatorMode, computed_by, next_sequence_number, nodes_behind
-from ort_zero.statistics.collect import subscribed_model, tensor_statistics
+from ort_zero.statistics.collect import subscribed_model
 from ort_zero.statistics.collect.manifest import manifest_of
 from ort_zero.statistics.collect.subscriber import CollectedStep
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
@@ -197,14 +197,8 @@ class OperatorRecorder(SubscriberBase):
 
     def _measure(self, described: tuple[int, int, str], kind: str, place: int, tensor: torch.Tensor) -> None:
         number, occurrence, text = described
-        shape, order = tensor.shape, self._step.used
-        row = self._step.add(
-            Phase.FORWARD, order, number, -1, occurrence, -1, text, kind, f"[{place}]", tensor.dtype, shape, False
-        )
-        try:
-            tensor_statistics.measure_into(row, tensor)
-        except ValueError:
-            row[:] = 0  # it has no readable values
+        call = self._step.used, number, -1, occurrence, -1, text
+        self._step.measure(tensor, Phase.FORWARD, *call, kind, f"[{place}]", tensor.dtype, tensor.shape, False)
 
     def close(self) -> None:
         """Write the step. May be called twice."""

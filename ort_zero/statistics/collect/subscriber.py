@@ -47,6 +47,14 @@ class CollectedStep:
         self.used += 1
         return self.raw[self.used - 1]
 
+    def measure(self, tensor: torch.Tensor, *described: Any, offset: int = 0) -> None:
+        """Add a row with the statistics of a tensor; zeros for a tensor without readable values."""
+        row = self.add(*described)
+        try:
+            measure_into(row, tensor, offset)
+        except ValueError:
+            row[:] = 0
+
     def finished(self) -> tuple[dict[str, list], np.ndarray, str]:
         """Return the columns that describe the rows, the statistics and the facts, as arguments of ``encode_step``."""
         described: dict[str, list] = {name: [] for name in DESCRIPTION}
@@ -132,10 +140,12 @@ class StatisticsSubscriber(SubscriberBase):
         current = self._step(step)
         if current is None:
             return
-        row = current.add(Phase.FORWARD, *_described(slot, slot.source, tensor))
+        described = Phase.FORWARD, *_described(slot, slot.source, tensor)
         if slot.source < 0:
-            self._measure(row, tensor)
+            current.measure(tensor, *described)
             current.awaits_gradients = current.awaits_gradients or tensor.requires_grad
+        else:
+            current.add(*described)
 
     def gradient_slot_apply(self, step: int, slot: TensorSlot, gradient: torch.Tensor) -> None:
         """Measure the gradient of one tensor; a second gradient of the same tensor is ignored."""
@@ -144,7 +154,7 @@ class StatisticsSubscriber(SubscriberBase):
         if current is None or key in current.with_gradient:
             return
         current.with_gradient.add(key)
-        self._measure(current.add(Phase.BACKWARD, *_described(slot, -1, gradient)), gradient)
+        current.measure(gradient, Phase.BACKWARD, *_described(slot, -1, gradient))
 
     def close(self) -> None:
         """Write the remaining steps and end the file."""
@@ -161,13 +171,6 @@ class StatisticsSubscriber(SubscriberBase):
 
     def _step(self, number: int) -> CollectedStep | None:
         return next((step for step in reversed(self._pending) if step.number == number), None)
-
-    def _measure(self, row: np.ndarray, tensor: torch.Tensor, offset: int = 0) -> None:
-        try:
-            measure_into(row, tensor, offset)
-        except ValueError:
-            # the tensor has no readable values: the row keeps its shape and dtype
-            row[:] = 0
 
     def _flush(self, *, all_of_them: bool) -> None:
         """Write steps in order; the first step without gradients waits until :data:`_MAX_PENDING` steps are pending."""
@@ -205,7 +208,7 @@ class StatisticsSubscriber(SubscriberBase):
         if self.parameters == "sample":
             part, offset = sampled(part, offset=offset, total=total)
         described = (order, -1, -1, 1, -1, path, "parameter", name, part.dtype, full_shape(parameter), partitioned)
-        self._measure(current.add(Phase.PARAMETER, *described), part, offset)
+        current.measure(part, Phase.PARAMETER, *described, offset=offset)
 
     def _listener(self, order: int, path: str, name: str, reference: weakref.ref[torch.nn.Parameter]) -> Any:
         key = (int(Phase.PARAMETER_GRADIENT), order)
@@ -223,10 +226,10 @@ class StatisticsSubscriber(SubscriberBase):
                 return
             current.with_gradient.add(key)
             described = (order, -1, -1, 1, -1, path, "parameter", name, gradient.dtype, gradient.shape, False)
-            row, offset = current.add(Phase.PARAMETER_GRADIENT, *described), 0
+            offset = 0
             if self.parameters == "sample" and gradient.layout is torch.strided:
                 gradient, offset = sampled(gradient)
-            self._measure(row, gradient, offset)
+            current.measure(gradient, Phase.PARAMETER_GRADIENT, *described, offset=offset)
 
         return arrived
 

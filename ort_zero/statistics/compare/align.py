@@ -1,13 +1,11 @@
-"""Pair the rows of two runs' tables that belong to the same tensor, and measure how far the tensors are apart.
+"""Pair the rows of two runs' tables that belong to the same tensor.
 
 The structure of a step rarely changes between steps, so one structure is used for many steps.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +17,6 @@ Key = tuple[int, str, int, str, str, int]
 """Phase, module, occurrence, kind, slot, and a number from 0 that distinguishes otherwise equal keys."""
 INPUT, OUTPUT, INSPECT, PARAMETER = range(4)
 KIND_CODES = {"input": INPUT, "output": OUTPUT, "inspect": INSPECT, "parameter": PARAMETER}
-NO_NUMBER = 4.0
-"""The error of a pair without a number, such as NaN in one run alone; larger than all errors (at most 2)."""
-SAME, SHAPE, NAN, NUMERIC = range(4)
-KIND_NAMES = ("", "shape", "nan", "numeric")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,25 +144,6 @@ class Pairs:
         return self.a.kind[self.row_a]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PairedTables:
-    """The tables of one step in two runs, and the pairs of their rows.
-
-    The tables have the layouts of `pairs`, but may belong to a later step than the tables in `pairs`.
-    """
-
-    pairs: Pairs
-    a: Table
-    b: Table
-
-    def unsampled(self) -> np.ndarray:
-        """Return for each pair the expected ratio of the whole tensor's norm to the norm of the measured sample."""
-        covered = self.a.elements[self.pairs.measured_a]
-        shapes = [self.a.shape[row] for row in self.pairs.row_a.tolist()]
-        whole = np.fromiter((math.prod(shape) for shape in shapes), float, len(shapes))
-        return np.sqrt(np.maximum(np.divide(whole, covered, out=np.ones(len(whole)), where=covered > 0), 1.0))
-
-
 def pair(a: Layout, b: Layout) -> Pairs:
     """Pair the rows of two tables by their keys."""
     row_in_a, row_in_b = ({key: row for row, key in enumerate(layout.keys)} for layout in (a, b))
@@ -220,63 +195,3 @@ def inverse(rows: np.ndarray, length: int) -> np.ndarray:
     pairs = np.full(length, -1, np.int64)
     pairs[rows] = np.arange(len(rows))
     return pairs
-
-
-# --- distances --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Distances:
-    """The distances of all pairs of a step."""
-
-    error: np.ndarray
-    """l2 norm of the difference relative to the larger norm, estimated from the sketches, and at least :attr:`norm`;
-    :data:`NO_NUMBER` if the shapes differ or one has NaN."""
-    norm: np.ndarray
-    """Difference of the norms, relative to the larger norm."""
-    kind: np.ndarray
-    """Kind of the difference, ``SHAPE``, ``NAN`` or ``NUMERIC``; ``SAME`` for pairs that are not compared."""
-    dtype: np.ndarray
-    """True where the dtypes differ."""
-    sampled: np.ndarray
-    """True where the two runs sampled different elements of a tensor, which cannot be compared."""
-
-
-def distances(tables: PairedTables) -> Distances:
-    """Compute the distances of all pairs of a step."""
-    pairs, a, b = tables.pairs, tables.a, tables.b
-    rows_a, rows_b = pairs.measured_a, pairs.measured_b
-    norms = _of_larger_norm(abs(a.l2[rows_a] - b.l2[rows_b]), a, b, rows_a, rows_b)
-    error = np.maximum(sketch_errors(a, b, rows_a, rows_b), norms)
-    shape = unequal(a.shape, b.shape, rows_a, rows_b)
-    dtype = unequal(a.dtype, b.dtype, rows_a, rows_b)
-    not_finite = (a.nan[rows_a] != b.nan[rows_b]) | (a.inf[rows_a] != b.inf[rows_b]) | ~np.isfinite(error)
-    sampled = (a.elements[rows_a] != b.elements[rows_b]) & ~shape
-    kind = np.select([~pairs.comparable | sampled, shape, not_finite], [SAME, SHAPE, NAN], NUMERIC)
-    error = np.select([kind == SAME, kind == NUMERIC], [0.0, np.minimum(error, NO_NUMBER)], NO_NUMBER)
-    return Distances(
-        error=error,
-        norm=np.where(kind == NUMERIC, norms, 0.0),
-        kind=kind,
-        dtype=dtype & pairs.comparable,
-        sampled=sampled & pairs.comparable,
-    )
-
-
-def sketch_errors(a: Table, b: Table, rows_a: np.ndarray, rows_b: np.ndarray) -> np.ndarray:
-    """Return the estimated l2 norm of the difference of each pair of rows, relative to the larger norm, or 0."""
-    gap = a.sketch[rows_a] - b.sketch[rows_b]
-    with np.errstate(invalid="ignore", over="ignore"):
-        difference = np.sqrt(np.einsum("ij,ij->i", gap, gap))
-    return _of_larger_norm(difference, a, b, rows_a, rows_b)
-
-
-def _of_larger_norm(difference: np.ndarray, a: Table, b: Table, rows_a: np.ndarray, rows_b: np.ndarray) -> np.ndarray:
-    norm = np.maximum(a.l2[rows_a], b.l2[rows_b])
-    with np.errstate(invalid="ignore", over="ignore"):
-        return np.divide(difference, norm, out=np.zeros(len(norm)), where=norm > 0)
-
-
-def unequal(a: Sequence, b: Sequence, rows_a: np.ndarray, rows_b: np.ndarray) -> np.ndarray:
-    """Return True for each pair of rows where two lists differ."""
-    return np.fromiter((a[i] != b[j] for i, j in zip(rows_a.tolist(), rows_b.tolist())), bool, len(rows_a))

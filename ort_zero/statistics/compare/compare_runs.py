@@ -2,7 +2,7 @@
 
 Runs are streamed: one step of each rank is in memory at a time, and a few steps without sketches for the report.
 :mod:`.side_by_side` reads a step, and :mod:`.rank_comparison` compares it. The resulting
-:class:`~.rank_comparison.StepComparison` goes to :mod:`.first_divergence`. From then on its tolerances tell the records
+:class:`~.step.StepComparison` goes to :mod:`.first_divergence`. From then on its tolerances tell the records
 that differ: in the counts, the text, the JSON and the report.
 """
 
@@ -15,12 +15,12 @@ from typing import Literal
 import numpy as np
 
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.compare.align import KIND_NAMES
 from ort_zero.statistics.compare.beginnings import beginnings_of, other_batch
 from ort_zero.statistics.compare.comparison import KINDS, ComparedRecord, Comparison, FirstDivergence
 from ort_zero.statistics.compare.first_divergence import find_divergence, find_update_divergence
-from ort_zero.statistics.compare.rank_comparison import RankComparison, StepComparison, StepRecords, record_of
+from ort_zero.statistics.compare.rank_comparison import RankComparison
 from ort_zero.statistics.compare.side_by_side import side_by_side, whole_batches
+from ort_zero.statistics.compare.step import KIND_NAMES, StepComparison, StepRecords
 from ort_zero.statistics.files import Run, open_run
 from ort_zero.statistics.naming import number_list, span, tensor_name
 from ort_zero.statistics.records import Phase, Table
@@ -106,7 +106,7 @@ class _Result:
         if self.divergence is None:
             self._look_for_divergence(compared, ranks)
         for rank, one in zip(ranks, compared):
-            rank.remember(one)
+            rank.previous = one
         settled = [self._settled(one) for one in compared]
         for one in settled:
             self._count(one)
@@ -121,7 +121,7 @@ class _Result:
         if divergence:
             self.divergence, self.pair = divergence
             self.first = self.divergence.difference
-            self.parameter_error = compared[0].growth.total if not compared[0].is_first else 0.0
+            self.parameter_error = compared[0].parameter_error if not compared[0].is_first else 0.0
 
     def _settled(self, step: StepComparison) -> StepComparison:
         """Return a comparison without sketches whose tolerances alone tell the records that differ.
@@ -129,12 +129,12 @@ class _Result:
         Up to the first divergence no record differs: an error that :mod:`.first_divergence` excuses is tolerated. Later
         records inherit the divergence. Their tolerance is that of runs whose parameters differ as before.
         """
-        tolerance = np.maximum(step.tolerance, step.distances.error)
+        tolerance = np.maximum(step.tolerance, step.error)
         if self.first is not None:
             begin = self.pair if step.step == self.first.step else 0
             later = step.tolerance
             if self.rtol is None:
-                later = step.conditions.tolerance(np.full(len(later), self.parameter_error))
+                later = step.tolerance_for(np.full(len(later), self.parameter_error))
             tolerance[begin:] = later[begin:]
             if (step.step, step.rank) == (self.first.step, self.first.rank):
                 tolerance[self.pair] = self.first.tolerance
@@ -148,10 +148,10 @@ class _Result:
                 self.notes.setdefault(kind, f"{words} {shortened(names)} (step {step.step}, rank {step.rank})")
         if self.rtol is None and step.step and not (step.pairs.phase == Phase.PARAMETER).any():
             self.notes.setdefault("parameters", _WITHOUT_PARAMETERS)
-        for number in np.flatnonzero(step.distances.error > step.tolerance).tolist():
-            self.counts[KIND_NAMES[step.distances.kind[number]]] += 1
+        for number in np.flatnonzero(step.error > step.tolerance).tolist():
+            self.counts[KIND_NAMES[step.difference[number]]] += 1
             if len(self.differences) < MAX_DIFFERENCES:
-                self.differences.append(record_of(step, number))
+                self.differences.append(step.record(number))
 
     def _keep_series(self, settled: list[StepComparison]) -> None:
         """Keep the first steps, and the step of the first divergence with its neighbours; before it, the last two."""
@@ -238,8 +238,8 @@ def _other_structure(step: StepComparison) -> Iterator[tuple[str, str, list[str]
         yield kind, f"only the {which} run has", [_full_name(table, row) for row in rows.tolist()]
     for kind, words, at in (
         ("reordered", "in another order:", pairs.reordered),
-        ("dtype", "in another dtype:", np.flatnonzero(step.distances.dtype)),
-        ("sampled", "not compared, sampled differently:", np.flatnonzero(step.distances.sampled)),
+        ("dtype", "in another dtype:", np.flatnonzero(step.other_dtype)),
+        ("sampled", "not compared, sampled differently:", np.flatnonzero(step.other_sample)),
     ):
         yield kind, words, [_full_name(a, row) for row in pairs.row_a[at].tolist()]
 

@@ -16,6 +16,8 @@ from ort_zero.statistics.compare.align import INPUT, INSPECT, OUTPUT, Pairs
 from ort_zero.statistics.records import Phase
 
 _MAX_SIBLINGS = 8
+_SINGLE_PARAMETERS = 3
+"""Maximum number of parameters of a module that runs a single operator."""
 
 
 class Value(NamedTuple):
@@ -70,7 +72,6 @@ class Dataflow:
     """The numbers of these pairs."""
     frame: np.ndarray
     """For each pair of the forward phase, the frame whose code computed it; -1 for the model's inputs."""
-    frame_of_call: dict[int, int]
     readable: Links
     """The values that a frame can read: its inputs, its children's outputs, values that it computed."""
     inputs: Links
@@ -85,6 +86,8 @@ class Dataflow:
     """Outputs of one call, each of which may be computed from the others."""
     owners: Links
     """Parameters and their gradients, in each frame that uses the parameter."""
+    compound: np.ndarray
+    """True for each frame that runs several operators: it calls children, or has more parameters than one operator."""
 
     def inner(self) -> np.ndarray:
         """Return the pairs of the forward phase that a frame computed."""
@@ -134,23 +137,34 @@ def dataflow_of(pairs: Pairs) -> Dataflow:
     for value in new:
         if pairs.kind[value.pair] == OUTPUT:
             outputs.setdefault(int(pairs.a.table.call[pairs.row_a[value.pair]]), []).append(value.pair)
+    frames = 1 + max(frame_of_call.values(), default=-1)
+    owners = _owners(pairs, frame_of_call)
     used = [(value.reference, value.user) for value in values]
     returned = {v.reference for v in values if pairs.kind[v.pair] == OUTPUT and len(v.readers) == 1}
     return Dataflow(
         pairs=pairs,
-        frames=1 + max(frame_of_call.values(), default=-1),
+        frames=frames,
         values=values,
         forward=forward,
         frame=frame,
-        frame_of_call=frame_of_call,
         readable=Links.of([(value.pair, frame) for value in values for frame in value.readers]),
         inputs=Links.of([(value.pair, value.readers[0]) for value in values if pairs.kind[value.pair] == INPUT]),
         computed=Links.of([(value.pair, value.frame) for value in new]),
         used=Links.of(used + [(value.pair, value.frame) for value in values if value.is_passed]),
         returned=np.array(sorted(returned), np.int64),
         siblings=[of_call[:_MAX_SIBLINGS] for of_call in outputs.values() if len(of_call) > 1],
-        owners=_owners(pairs, frame_of_call),
+        owners=owners,
+        compound=_compound(pairs, frames, frame_of_call, owners),
     )
+
+
+def _compound(pairs: Pairs, frames: int, frame_of_call: dict[int, int], owners: Links) -> np.ndarray:
+    table = pairs.a.table
+    callers = set(table.caller[table.phase == Phase.FORWARD].tolist())
+    parameters = owners.frame[pairs.phase[owners.pair] == Phase.PARAMETER]
+    compound = np.bincount(parameters, minlength=frames) > _SINGLE_PARAMETERS
+    compound[[frame_of_call[call] for call in callers if call in frame_of_call]] = True
+    return compound
 
 
 def _values(pairs: Pairs, forward: np.ndarray, frame_of_call: dict[int, int]) -> list[Value]:

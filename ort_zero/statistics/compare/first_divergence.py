@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ort_zero.statistics.compare.align import INPUT, NUMERIC, OUTPUT, SAME, CallTree, Pairs, inverse
+from ort_zero.statistics.compare.align import INPUT, OUTPUT, CallTree, Pairs, inverse
 from ort_zero.statistics.compare.comparison import ComparedRecord, FirstDivergence
-from ort_zero.statistics.compare.error_growth import PreviousStep, parameters_of
-from ort_zero.statistics.compare.rank_comparison import StepComparison, record_of
+from ort_zero.statistics.compare.error_growth import gradient_errors
+from ort_zero.statistics.compare.step import NUMERIC, SAME, StepComparison
 from ort_zero.statistics.compare.tolerance import epsilons
 from ort_zero.statistics.records import Phase
 from ort_zero.statistics.rows import SKETCH
@@ -48,15 +48,15 @@ def find_divergence(of_ranks: Sequence[StepComparison], rtol: float | None) -> t
 
 def _divergence_at(step: StepComparison, number: int, numbers: np.ndarray, *, everywhere: bool) -> FirstDivergence:
     pairs = step.pairs
-    only_norm = bool(step.distances.error[number] <= step.tolerance[number])
+    only_norm = bool(step.error[number] <= step.tolerance[number])
     if only_norm:
         step = step.with_tolerance(number, step.norm_tolerance[number])
-    record = record_of(step, number)
+    record = step.record(number)
     calls, row, how = CallTree(pairs.a), int(pairs.row_a[number]), _how_it_differs(record)
     direction, module, occurrence, sentence, hint = "forward", record.module, 1, "", ""
     if record.phase == Phase.PARAMETER:
         parameters = pairs.phase == Phase.PARAMETER
-        apart = f"{(parameters & (step.distances.error > step.tolerance)).sum()} of {parameters.sum()}"
+        apart = f"{(parameters & (step.error > step.tolerance)).sum()} of {parameters.sum()}"
         sentence = f"the runs start from different parameters: {apart}, {record.full_name} first: it {how}"
     elif record.phase == Phase.FORWARD and (lone := _only_in_one(pairs, number)) is not None:
         kind, module, occurrence = lone
@@ -101,14 +101,14 @@ def pairs_with_local_error(step: StepComparison, rtol: float | None) -> np.ndarr
 
     `rtol` is the user's fixed tolerance; None: errors that rounding does not explain.
     """
-    error, inherited = step.distances.error, step.inherited
+    error, inherited = step.error, step.inherited
     # the optimizer amplifies noise: single parameters may be far apart in correct runs
     may_differ = (step.pairs.phase != Phase.PARAMETER) | step.is_first
     if rtol is not None:
         over = step.pairs.new_value & (error > step.tolerance) & may_differ
         local = over & ((inherited <= rtol) | (error > INHERITED_TIMES * inherited))
         return np.flatnonzero(local if local.any() else over)
-    over = step.pairs.new_value & ((error > step.tolerance) | (step.distances.norm > step.norm_tolerance))
+    over = step.pairs.new_value & ((error > step.tolerance) | (step.norm_error > step.norm_tolerance))
     over &= may_differ
     if not step.is_first:
         over &= ~_vanished(step)
@@ -122,7 +122,7 @@ def _vanished(step: StepComparison) -> np.ndarray:
     pairs, a, b = step.pairs, step.a, step.b
     rows_a, rows_b = pairs.measured_a, pairs.measured_b
     size = np.maximum(a.l2[rows_a], b.l2[rows_b]) / np.sqrt(np.maximum(a.elements[rows_a], 1))
-    return (pairs.phase == Phase.FORWARD) & (step.distances.kind == NUMERIC) & (size < VANISHED)
+    return (pairs.phase == Phase.FORWARD) & (step.difference == NUMERIC) & (size < VANISHED)
 
 
 def _isolated(step: StepComparison, numbers: np.ndarray) -> np.ndarray:
@@ -137,44 +137,42 @@ def _isolated(step: StepComparison, numbers: np.ndarray) -> np.ndarray:
     norm = np.maximum(np.maximum(a.l2[rows_a], b.l2[rows_b]), np.finfo(float).tiny)
     rest = np.linalg.norm(gaps, axis=1) / norm
     noisy = step.inherited[numbers] > 0
-    numeric = step.distances.kind[numbers] == NUMERIC
+    numeric = step.difference[numbers] == NUMERIC
     return noisy & numeric & (rest <= step.tolerance[numbers]) & (a.elements[rows_a] >= ISOLATED * SKETCH)
 
 
-def find_update_divergence(previous: PreviousStep | None, step: StepComparison) -> tuple[FirstDivergence, int] | None:
+def find_update_divergence(previous: StepComparison | None, step: StepComparison) -> tuple[FirstDivergence, int] | None:
     """Return the first divergence and its pair if most parameters changed differently and the gradients agreed."""
     pairs, a, b = step.pairs, step.a, step.b
-    rows = parameters_of(pairs)
-    if previous is None or previous.step + 1 != step.step or len(previous.sketch_a) != len(rows):
+    rows = step.parameters()
+    if previous is None or previous.step + 1 != step.step or len(previous.parameters()) != len(rows):
         return None
+    gradient_error = gradient_errors(previous)[1]
     epsilon = np.maximum(
         epsilons(pairs.a.table.dtype)[pairs.row_a[rows]], epsilons(pairs.b.table.dtype)[pairs.row_b[rows]]
     )
-    if not len(rows) or not previous.gradient_error <= GRADIENTS_AGREE * float(np.median(epsilon)):
+    if not len(rows) or not gradient_error <= GRADIENTS_AGREE * float(np.median(epsilon)):
         return None
-    change_a = a.sketch[pairs.measured_a[rows]] - previous.sketch_a
-    change_b = b.sketch[pairs.measured_b[rows]] - previous.sketch_b
+    change_a, change_b = (now - then for now, then in zip(step.parameter_sketches(), previous.parameter_sketches()))
     size = np.maximum(np.linalg.norm(change_a, axis=1), np.linalg.norm(change_b, axis=1))
-    moved = (size > 0) & (step.distances.kind[rows] != SAME)
+    moved = (size > 0) & (step.difference[rows] != SAME)
     if not moved.any():
         return None
     gap = np.linalg.norm(change_a - change_b, axis=1)[moved] / size[moved]
     norm = np.maximum(a.l2[pairs.measured_a[rows]], b.l2[pairs.measured_b[rows]])[moved]
-    limit = max(UPDATE_GAP, UPDATE_SPREAD * float(np.sqrt(previous.gradient_error))) + 8 * (
-        epsilon[moved] * norm / size[moved]
-    )
+    limit = max(UPDATE_GAP, UPDATE_SPREAD * float(np.sqrt(gradient_error))) + 8 * (epsilon[moved] * norm / size[moved])
     # the error that the update may leave, relative to the parameter as all errors are
     tolerance = np.divide(limit * size[moved], norm, out=np.zeros(len(norm)), where=norm > 0)
-    apart = np.flatnonzero((gap > limit) & (step.distances.error[rows][moved] > tolerance))
+    apart = np.flatnonzero((gap > limit) & (step.error[rows][moved] > tolerance))
     if len(apart) <= MIN_SHARE * len(gap):
         return None
     number = int(rows[moved][apart[0]])
-    difference = record_of(step.with_tolerance(number, tolerance[apart[0]]), number)
+    difference = step.with_tolerance(number, tolerance[apart[0]]).record(number)
     text = (
         f"step {step.step}, rank {step.rank}, update: {len(apart)} of {len(gap)} parameters changed "
         f"differently from step {previous.step} to {step.step} (median difference of the changes "
         f"{np.median(gap):.1e}, {difference.full_name} first) although the gradients agree to "
-        f"{previous.gradient_error:.1e}: compare learning rate, weight decay, clipping and averaging over ranks"
+        f"{gradient_error:.1e}: compare learning rate, weight decay, clipping and averaging over ranks"
     )
     module = difference.module
     return FirstDivergence(same=False, module=module, direction="update", difference=difference, text=text), number
@@ -186,7 +184,7 @@ def find_update_divergence(previous: PreviousStep | None, step: StepComparison) 
 def _hint_on_output(step: StepComparison, number: int, call: int, module: str, only_norm: bool) -> str:
     """Return a hint on an output that differs, empty for no hint."""
     if only_norm:
-        norm, limit = step.distances.norm[number], step.norm_tolerance[number]
+        norm, limit = step.norm_error[number], step.norm_tolerance[number]
         return f"all elements are scaled, which is not rounding: the norm differs by {norm:.1e} (tolerance {limit:.1e})"
     if "drop" in module.rpartition(".")[2].lower():
         return (

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.compare.align import Key, Layout, layout_of, sketch_errors
+from ort_zero.statistics.compare.align import Key, Layout, layout_of
 from ort_zero.statistics.compare.compare_runs import notes_on_runs
 from ort_zero.statistics.compare.side_by_side import side_by_side
+from ort_zero.statistics.compare.step import sketch_errors
 from ort_zero.statistics.files import open_run
 from ort_zero.statistics.naming import module_name, number_list, tensor_name
 from ort_zero.statistics.records import Phase

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ort_zero.statistics.compare.align import NO_NUMBER, sketch_errors, unequal
 from ort_zero.statistics.compare.comparison import Comparison
+from ort_zero.statistics.compare.step import NO_NUMBER, sketch_errors, unequal
 from ort_zero.statistics.compare.tolerance import CANCELLATION, EPSILON, FLOOR, HALF_FLOOR, JUMP, LEAF, epsilons
 from ort_zero.statistics.files import open_run
 from ort_zero.statistics.records import Table, decode_facts
