@@ -1,7 +1,6 @@
 """Accelerate's examples.
 
-The same models, loops and features as in its folder of examples: nlp_example, cv_example, complete_nlp_example,
-complete_cv_example, deepspeed_with_config_support, and what by_feature has beside them.
+The same models, loops and features as in its folder of examples.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from harness import Result, Run, programs
-from small_data import images, padded, sentence_pairs, small_bert, small_gpt2, tokens
+from small_data import padded, sentence_pairs, small_bert, small_gpt2, tokens
 
-PACKAGES = ("accelerate", "transformers", "timm")
+PACKAGES = ("accelerate", "transformers")
 pytestmark = pytest.mark.clients
 
 
@@ -82,47 +81,6 @@ def nlp_example(run: Run) -> Result:
         epochs.append(evaluated(accelerator, model, eval_loader))
     assert epochs[0]["rows"] == 21
     return Result(losses, alive=model, values={"epochs": epochs, "rate": schedule.get_last_lr()})
-
-
-def cv_example(run: Run) -> Result:
-    """cv_example: timm's ResNet with frozen body for an epoch's part, `OneCycleLR`, normalization in the loop"""
-    import timm
-
-    accelerator = make_accelerator()
-    torch.manual_seed(42)
-    model = timm.create_model("resnet18", pretrained=False, num_classes=4)
-    for parameter in model.parameters():
-        parameter.requires_grad = False
-    for parameter in model.get_classifier().parameters():
-        parameter.requires_grad = True
-    for parameter in model.layer4.parameters():
-        parameter.requires_grad = True
-    mean = torch.tensor(model.default_cfg["mean"])[None, :, None, None]
-    std = torch.tensor(model.default_cfg["std"])[None, :, None, None]
-    train_loader = torch.utils.data.DataLoader(images(32), shuffle=True, batch_size=4)
-    eval_loader = torch.utils.data.DataLoader(images(18, seed=1), batch_size=4)
-    optimizer = torch.optim.Adam(params=model.parameters(), lr=1e-3 / 25)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, epochs=2, steps_per_epoch=len(train_loader))
-    model, optimizer, train_loader, eval_loader, schedule = accelerator.prepare(
-        model, optimizer, train_loader, eval_loader, schedule
-    )
-    losses = []
-    for _ in range(2):
-        model.train()
-        for batch in train_loader:
-            outputs = model((batch["image"] - mean) / std)
-            loss = torch.nn.functional.cross_entropy(outputs, batch["label"])
-            losses.append(stepped(accelerator, loss, optimizer, schedule))
-    model.eval()
-    right, logits = 0, []
-    for batch in eval_loader:
-        with torch.no_grad():
-            outputs = model((batch["image"] - mean) / std)
-        outputs, labels = accelerator.gather_for_metrics((outputs, batch["label"]))
-        right += int((outputs.argmax(dim=-1) == labels).sum())
-        logits.append(outputs)
-    assert sum(map(len, logits)) == 18
-    return Result(losses, alive=model, values={"right": right})
 
 
 def complete_nlp_example(run: Run) -> Result:
@@ -239,47 +197,6 @@ def deepspeed_with_config_support(run: Run) -> Result:
     return Result(losses, alive=model, values={"perplexities": perplexities, "saved": saved})
 
 
-def by_feature(run: Run) -> Result:
-    """by_feature: early stopping, `find_executable_batch_size`, `no_sync` accumulation, hooks before saving"""
-    from accelerate.utils import find_executable_batch_size
-
-    accelerator = make_accelerator()
-    tried = []
-
-    @find_executable_batch_size(starting_batch_size=8)
-    def training(batch_size):
-        tried.append(batch_size)
-        if batch_size > 4:
-            raise RuntimeError("CUDA out of memory. Tried to allocate")
-        accelerator.free_memory()
-        torch.manual_seed(42)
-        model = small_bert()
-        train_loader, eval_loader = loaders(batch_size)
-        optimizer = torch.optim.AdamW(params=model.parameters(), lr=5e-3)
-        model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
-        losses: list[float] = []
-        for _ in range(4):
-            for batch in train_loader:
-                losses.append(stepped(accelerator, model(**batch).loss, optimizer))
-                if len(losses) >= 6 and accelerator.is_main_process:
-                    accelerator.set_trigger()
-                if accelerator.check_trigger():
-                    break
-            else:
-                continue
-            break
-        return model, losses, evaluated(accelerator, model, eval_loader)
-
-    model, losses, metrics = training()
-    saved = []
-    accelerator.register_save_state_pre_hook(lambda models, weights, folder: saved.append(len(models)))
-    accelerator.save_state(str(run.folder / "state"))
-    accelerator.save_model(model, str(run.folder / "weights"))
-    names = sorted(accelerator.get_state_dict(model) or ())  # None on rank 1 under ZeRO-3
-    return Result(losses, alive=model, values={"tried": tried, "metrics": metrics, "saved": saved, "names": names})
-
-
 test_programs = programs(
-    nlp_example, cv_example, complete_nlp_example, deepspeed_with_config_support, by_feature,
-    launcher="accelerate",
+    nlp_example, complete_nlp_example, deepspeed_with_config_support, launcher="accelerate"
 )  # fmt: skip

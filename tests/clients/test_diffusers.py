@@ -95,38 +95,6 @@ def unet(run: Run) -> Result:
     return denoised(run, model, predict, size=16, clip=True)
 
 
-def dit(run: Run) -> Result:
-    """DiTTransformer2DModel with class labels, learned sigma left out of the loss"""
-    from diffusers import DiTTransformer2DModel
-
-    torch.manual_seed(0)
-    model = DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=3, out_channels=6, num_layers=2, sample_size=8,
-        patch_size=2, num_embeds_ada_norm=10, dropout=0.0,
-    )  # fmt: skip
-    for module in model.modules():
-        if hasattr(module, "dropout_prob"):  # of the class labels
-            module.dropout_prob = 0.0
-
-    def predict(model, noisy, steps, batch, generator):
-        return model(noisy, timestep=steps, class_labels=batch["label"]).sample[:, :3]
-
-    return denoised(run, model, predict)
-
-
-def conditional_unet(run: Run) -> Result:
-    """UNet2DConditionModel with text states and classifier-free guidance's dropped prompts, as in text-to-image"""
-    calls = 0
-
-    def predict(model, noisy, steps, batch, generator):
-        nonlocal calls
-        text = text_states(len(noisy), generator) * (calls % 3 != 0)
-        calls += 1
-        return model(noisy, steps, encoder_hidden_states=text).sample
-
-    return denoised(run, text_unet(), predict)
-
-
 def text_to_image_lora(run: Run) -> Result:
     """text_to_image_lora: LoRA on the attention of a frozen UNet, min-SNR weights, noise offset, clipping"""
     from diffusers.training_utils import compute_snr
@@ -146,4 +114,4 @@ def text_to_image_lora(run: Run) -> Result:
     return denoised(run, model, predict, offset=0.1, clip=True, weights=min_snr)
 
 
-test_programs = programs(unet, dit, conditional_unet, text_to_image_lora, launcher="accelerate")
+test_programs = programs(unet, text_to_image_lora, launcher="accelerate")

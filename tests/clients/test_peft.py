@@ -146,31 +146,6 @@ def other_adapters(run: Run) -> Result:
     )
 
 
-def weights_of_their_own_form(run: Run) -> Result:
-    """LoRA on parameters, repeated layers and tokens, PiSSA, C3A, RoAd, DeLoRA, GraLoRA, OSF, trainable tokens, Poly"""
-    import peft
-
-    q = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
-    first = one_by_one(
-        run,
-        [
-            peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=[], target_parameters=["q_proj.weight"]),
-            peft.LoraConfig(r=4, layer_replication=[[0, 2], [1, 2]], **q),
-            peft.LoraConfig(r=4, trainable_token_indices=[5, 6, 7], **q),
-            peft.LoraConfig(r=4, init_lora_weights="pissa", **q),
-            peft.C3AConfig(block_size=8, **q),
-            peft.RoadConfig(group_size=8, **q),
-            peft.DeloraConfig(r=4, **q),
-            peft.GraloraConfig(r=4, gralora_k=2, **q),
-            peft.OSFConfig(**q),
-            peft.TrainableTokensConfig(token_indices=[5, 6, 7], target_modules=["embed_tokens"], task_type="CAUSAL_LM"),
-        ],
-    )
-    poly = peft.PolyConfig(r=4, n_tasks=2, n_skills=2, **q)
-    second = one_by_one(run, [poly], task_ids=torch.tensor([0, 1, 0, 1]))
-    return Result([*first.losses, *second.losses], alive=(first.alive, second.alive))
-
-
 def budget_of_ranks(run: Run) -> Result:
     """AdaLoRA: its loss of orthogonality in the forward, which reads the sizes of its weights"""
     from peft import AdaLoraConfig, get_peft_model
@@ -230,7 +205,7 @@ def coming_and_going(run: Run) -> Result:
     return Result(losses, alive=(model, whole), values={"evaluated": evaluated})
 
 
-test_programs = programs(lora, lora_variants, prompts, other_adapters, weights_of_their_own_form)
+test_programs = programs(lora, lora_variants, prompts, other_adapters)
 # torch's form of the loss takes no partitioned weights
 test_programs_under_zero2 = programs(budget_of_ranks, stages=[2])
 test_programs_without_deepspeed = programs(coming_and_going, stages=[0])

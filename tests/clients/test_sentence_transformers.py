@@ -59,19 +59,13 @@ def trained(run: Run, dataset: Any, loss: Any, model: Any) -> Any:
     """Train with SentenceTransformerTrainer; return it."""
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 
-    kinds = SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-    return trained_by(*kinds, run, dataset, loss, model)
-
-
-def trained_by(trainer_class: Any, kind: Any, run: Run, dataset: Any, loss: Any, model: Any) -> Any:
-    """Train with a trainer of sentence-transformers and arguments of `kind`; return it."""
     begin_trainer()
-    arguments = kind(
+    arguments = SentenceTransformerTrainingArguments(
         output_dir=str(run.folder / "output"), deepspeed=run.config_path, max_steps=5, logging_steps=1,
         per_device_train_batch_size=4, learning_rate=1e-3, report_to=[], save_strategy="no", disable_tqdm=True,
         accelerator_config={"use_configured_state": True},
     )  # fmt: skip
-    trainer = trainer_class(model=model, args=arguments, train_dataset=dataset, loss=loss)
+    trainer = SentenceTransformerTrainer(model=model, args=arguments, train_dataset=dataset, loss=loss)
     trainer.train()
     return trainer
 
@@ -108,41 +102,4 @@ def similarity_and_matryoshka(run: Run) -> Result:
     return Result(logged(first) + logged(second), alive=(first, second))
 
 
-def cross_and_sparse_encoders(run: Run) -> Result:
-    """CrossEncoderTrainer with binary cross entropy, SparseEncoderTrainer with `SpladeLoss`"""
-    import shutil
-
-    from datasets import Dataset
-    from sentence_transformers import CrossEncoder, SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
-    from sentence_transformers.cross_encoder import CrossEncoderTrainer, CrossEncoderTrainingArguments
-    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
-    from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
-    from sentence_transformers.sparse_encoder.models import MLMTransformer, SpladePooling
-    from transformers import BertConfig, BertForMaskedLM
-
-    model_of(run.folder)
-    place = run.folder / "bert"
-    torch.manual_seed(0)
-    cross = CrossEncoder(str(place), num_labels=1, max_length=32, device="cpu")
-    scores = {"a": [sentence(i) for i in range(48)], "b": [sentence(i * 5) for i in range(48)],
-              "score": [(i % 5) / 4 for i in range(48)]}  # fmt: skip
-    kinds = CrossEncoderTrainer, CrossEncoderTrainingArguments
-    first = trained_by(*kinds, run, Dataset.from_dict(scores), BinaryCrossEntropyLoss(cross), cross)
-
-    torch.manual_seed(0)
-    masked = run.folder / "masked"
-    BertForMaskedLM(BertConfig.from_pretrained(str(place))).save_pretrained(str(masked))
-    if torch.distributed.get_rank() == 0:
-        for path in place.glob("*token*"):
-            shutil.copy(path, masked)
-    torch.distributed.barrier()
-    sparse = SparseEncoder(modules=[MLMTransformer(str(masked)), SpladePooling("max")], device="cpu")
-    rows = {"anchor": [sentence(i) for i in range(48)], "positive": [sentence(i + 24) for i in range(48)]}
-    ranking = SparseMultipleNegativesRankingLoss(sparse)
-    loss = SpladeLoss(sparse, ranking, query_regularizer_weight=1e-4, document_regularizer_weight=1e-4)
-    kinds = SparseEncoderTrainer, SparseEncoderTrainingArguments
-    second = trained_by(*kinds, run, Dataset.from_dict(rows), loss, sparse)
-    return Result(logged(first) + logged(second), alive=(first, second))
-
-
-test_programs = programs(pairs_with_negatives, similarity_and_matryoshka, cross_and_sparse_encoders)
+test_programs = programs(pairs_with_negatives, similarity_and_matryoshka)

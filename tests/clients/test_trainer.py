@@ -5,8 +5,6 @@ The flags that people set in their TrainingArguments, some at a time.
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -140,34 +138,6 @@ def classification(run: Run) -> Result:
     return result(trainer, accuracy=logged(trainer, "eval_accuracy"))
 
 
-def batch_size_that_fits(run: Run) -> Result:
-    """Trainer: `auto_find_batch_size`, a callback, an own `compute_loss`, `remove_unused_columns=False`"""
-    from transformers import Trainer, TrainerCallback
-
-    class Weighted(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            if len(inputs["labels"]) > 4:
-                raise RuntimeError("CUDA out of memory. Tried to allocate")
-            labels = inputs.pop("labels")
-            outputs = model(**inputs)
-            weights = torch.tensor([1.0, 3.0], device=outputs.logits.device)
-            loss = torch.nn.functional.cross_entropy(outputs.logits, labels, weight=weights)
-            return (loss, outputs) if return_outputs else loss
-
-    class Counter(TrainerCallback):
-        steps = 0
-
-        def on_step_end(self, args, state, control, **kwargs):
-            self.steps += 1
-
-    counter = Counter()
-    flags = {"auto_find_batch_size": True, "per_device_train_batch_size": 5, "remove_unused_columns": False}
-    more = {"data_collator": padded, "callbacks": [counter]}
-    trainer = trainer_of(run, small_bert, sentence_pairs(40), flags, Weighted, **more)
-    trainer.train()
-    return result(trainer, steps=counter.steps, batch=trainer._train_batch_size)
-
-
 def translation(run: Run) -> Result:
     """Seq2SeqTrainer: `predict_with_generate`, beams, `generation_max_length`, metrics of the generated tokens"""
     generated: list[Any] = []
@@ -187,31 +157,6 @@ def translation(run: Run) -> Result:
     return result(trainer, generated=generated, predicted=predicted.predictions.tolist())
 
 
-def saved_and_loaded(run: Run) -> Result:
-    """Trainer: `save_only_model`, `save_model`, `from_pretrained` of what was saved, a second training from it"""
-    from safetensors.torch import load_file
-    from transformers import BertForSequenceClassification
-
-    flags = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_only_model": True}
-    first = trainer_of(run, small_bert, sentence_pairs(32), flags, data_collator=padded)
-    first.train()
-    final = str(run.folder / "final")
-    first.save_model(final)
-    torch.distributed.barrier()
-    weights = load_file(run.folder / "final/model.safetensors")
-    norms = {name: weight.float().norm().item() for name, weight in weights.items()}
-    rows = sentence_pairs(32, seed=4)
-    loaded = functools.partial(BertForSequenceClassification.from_pretrained, final)
-    second = trainer_of(run, loaded, rows, flags, data_collator=padded)
-    second.train()
-    state = json.loads((run.folder / "output/checkpoint-4/trainer_state.json").read_text())
-    values = {"norms": norms, "steps": state["global_step"]}
-    return Result(logged(first) + logged(second), alive=(first, second), values=values)
-
-
 test_programs = programs(
     evaluation_and_best_model, accumulation_and_clipping, gradient_checkpointing, classification, translation,
-    saved_and_loaded,
 )  # fmt: skip
-# the Trainer refuses it under ZeRO-3
-test_programs_under_zero2 = programs(batch_size_that_fits, stages=[2])

@@ -128,15 +128,6 @@ def sft_lora_packing(run: Run) -> Result:
     )
 
 
-def sft_conversations(run: Run) -> Result:
-    """SFTTrainer on prompts and completions in chat form, DFT loss, accumulation over two batches"""
-    lines = texts(64)
-    prompts = [[{"role": "user", "content": line}] for line in lines[:32]]
-    completions = [[{"role": "assistant", "content": line}] for line in lines[32:]]
-    settings = {"max_length": 64, "loss_type": "dft", "gradient_accumulation_steps": 2}
-    return trained(run, "SFT", rows(prompt=prompts, completion=completions), settings)
-
-
 # -- preferences -------------------------------------------------------------------------------------------------------
 
 
@@ -148,18 +139,6 @@ def preferences() -> Any:
 def dpo(run: Run) -> Result:
     """DPOTrainer with a reference model"""
     return trained(run, "DPO", preferences(), {"max_length": 64}, ref_model=llama(1))
-
-
-def dpo_lora(run: Run) -> Result:
-    """DPOTrainer with LoRA, whose reference is the model without the adapter"""
-    return trained(run, "DPO", preferences(), {"max_length": 64}, peft_config=lora())
-
-
-def kto(run: Run) -> Result:
-    """KTOTrainer with a reference model"""
-    lines = texts(64)
-    data = rows(prompt=lines[:32], completion=[f" {t}" for t in lines[32:]], label=[i % 2 == 0 for i in range(32)])
-    return trained(run, "KTO", data, {"max_length": 64, "per_device_train_batch_size": 4}, ref_model=llama(1))
 
 
 def reward_model(run: Run) -> Result:
@@ -202,16 +181,6 @@ def grpo(run: Run) -> Result:
     return scored(run, "GRPO", {"model_init_kwargs": {"dtype": "float32"}, "beta": 0.1}, model=on_folder(run))
 
 
-def grpo_lora(run: Run) -> Result:
-    """GRPOTrainer with LoRA, two updates for each generation"""
-    return scored(run, "GRPO", {"num_iterations": 2}, peft_config=lora())
-
-
-def rloo(run: Run) -> Result:
-    """RLOOTrainer: generates, scores, trains"""
-    return scored(run, "RLOO", {"beta": 0.0})
-
-
 def grpo_reward_model(run: Run) -> Result:
     """GRPOTrainer with a reward model, which it prepares as an engine and calls under `torch.inference_mode()`"""
     reward = scorer(3)  # before there is a config for ZeRO-3
@@ -227,29 +196,10 @@ def gkd(run: Run) -> Result:
     return trained(run, "GKD", rows(messages=talks), settings, "trl.experimental.gkd", teacher_model=llama(1))
 
 
-def orpo_and_cpo(run: Run) -> Result:
-    """ORPOTrainer and CPOTrainer (SimPO's loss) of `trl.experimental`"""
-    settings = {"max_length": 64, "max_steps": 4}
-    first = trained(run, "ORPO", preferences(), settings, "trl.experimental.orpo")
-    settings |= {"loss_type": "simpo", "cpo_alpha": 0.5}
-    second = trained(run, "CPO", preferences(), settings, "trl.experimental.cpo")
-    return Result([*first.losses, *second.losses], alive=(first.alive, second.alive))
-
-
-def online_dpo(run: Run) -> Result:
-    """OnlineDPOTrainer of `trl.experimental`: generates pairs, has a reference model"""
-    settings = {"max_new_tokens": 6, "max_length": 40, "max_steps": 4}
-    models = {"ref_model": llama(1), "reward_funcs": distinct_words}
-    return trained(run, "OnlineDPO", rows(prompt=texts(16)), settings, "trl.experimental.online_dpo", **models)
-
-
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
-test_programs = programs(
-    sft, sft_lora_packing, sft_conversations, dpo, dpo_lora, kto, reward_model, grpo, grpo_lora, grpo_reward_model,
-    rloo, gkd, orpo_and_cpo, online_dpo,
-)  # fmt: skip
+test_programs = programs(sft, sft_lora_packing, dpo, reward_model, grpo, grpo_reward_model, gkd)
 
 
 def test_the_example_trains_in_onnxruntime_as_in_pytorch(client, tmp_path):

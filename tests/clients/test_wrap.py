@@ -13,7 +13,7 @@ from harness import Result, Run, programs, wrapped
 from small_data import images, padded, sentence_pairs, small_bert, small_convnet
 from torch.nn import functional as F
 
-PACKAGES = ("lightning", "accelerate", "transformers")
+PACKAGES = ("lightning", "transformers")
 pytestmark = pytest.mark.clients
 
 
@@ -91,30 +91,6 @@ def loop_with_ddp(run: Run) -> Result:
     return Result(losses, alive=parallel, values={"logits": logits, "names": names})
 
 
-def accelerate_with_ddp(run: Run) -> Result:
-    """Accelerate without DeepSpeed: `prepare` of a wrapped model, accumulation, `gather_for_metrics`, `unwrap_model`"""
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    assert accelerator.num_processes == 2
-    loader = torch.utils.data.DataLoader(sentence_pairs(48), batch_size=4, collate_fn=lambda rows: padded(rows, 12))
-    model = wrapped(run, small_bert())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    losses, right = [], 0
-    for batch in loader:
-        with accelerator.accumulate(model):
-            outputs = model(**batch)
-            accelerator.backward(outputs.loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        predictions, labels = accelerator.gather_for_metrics((outputs.logits.argmax(-1), batch["labels"]))
-        right += int((predictions == labels).sum())
-        losses.append(outputs.loss.item())
-    names = sorted(accelerator.unwrap_model(model).state_dict())
-    return Result(losses, alive=model, values={"right": right, "names": names})
-
-
 def lightning_conversion(run: Run) -> Result:
     """Lightning's `convert_zero_checkpoint_to_fp32_state_dict` on a checkpoint with what Lightning keeps in one"""
     import deepspeed
@@ -140,5 +116,5 @@ def lightning_conversion(run: Run) -> Result:
     return Result(losses, alive=engine, values={"norms": norms, "kept": {name: found[name] for name in kept}})
 
 
-test_programs_without_deepspeed = programs(lightning_with_ddp, loop_with_ddp, accelerate_with_ddp, stages=[0])
+test_programs_without_deepspeed = programs(lightning_with_ddp, loop_with_ddp, stages=[0])
 test_programs_under_zero3 = programs(lightning_conversion, stages=[3])
