@@ -56,16 +56,12 @@ class Mlp(nn.Module):
     def one(self):
         return 1.0
 
-    @staticmethod
-    def same(x):
-        return x
-
     def forward(self, x):
         y = self.down(self.drop(self.act(self.up(x))))
         for each in self.extra:
             y = each(y)
         y = helper(self.closed(self.scaled(y))) * FACTOR * self.hidden_scale
-        return y + self.shift + self.offset + self.same(y) * (self.one - 1)
+        return y + self.shift + self.offset + y * (self.one - 1)
 
 
 class Block(Base):
@@ -112,52 +108,33 @@ for _where, _path in {"unit": "1", "layer": "1.mlp.up"}.items():
         f"{_where}: {_name}": _hook(_path, _register, _noted(_name, _result), **_options)
         for _name, _register, _result, _options in (
             ("forward hook", "register_forward_hook", lambda m, a, o: o * 0.5, {}),
-            ("forward hook that only looks", "register_forward_hook", lambda m, a, o: None, {}),
             ("forward hook with kwargs", "register_forward_hook", lambda m, a, k, o: o * 0.5, {"with_kwargs": True}),
-            ("hook that is always called", "register_forward_hook", lambda m, a, o: o * 0.5, {"always_call": True}),
-            ("forward hook, prepended", "register_forward_hook", lambda m, a, o: o + 1, {"prepend": True}),
             ("pre-hook", "register_forward_pre_hook", lambda m, a: (a[0] * 0.5,), {}),
-            ("pre-hook with kwargs", "register_forward_pre_hook", lambda m, a, k: ((a[0] * 0.5,), k),
-             {"with_kwargs": True}),
             ("backward hook", "register_full_backward_hook", lambda m, i, o: _halved(i), {}),
             ("backward pre-hook", "register_full_backward_pre_hook", lambda m, o: _halved(o), {}),
         )
     }  # fmt: skip
 
 
-def _default_argument(model: nn.Module) -> Undo:
-    before, Mlp.scaled.__defaults__ = Mlp.scaled.__defaults__, (4.0,)
-    return lambda: setattr(Mlp.scaled, "__defaults__", before)
-
-
 OF_THE_PROCESS: dict[str, Mutation] = {
     **{
         f"all modules: {name}": lambda model, register=register, hook=hook: register(hook).remove
         for name, register, hook in (
-            ("forward hook", torch_module.register_module_forward_hook, _noted("all forwards")),
             ("forward hook that changes", torch_module.register_module_forward_hook,
              lambda m, a, o: o * 0.5 if isinstance(m, nn.Linear) else None),
             ("pre-hook", torch_module.register_module_forward_pre_hook, _noted("all pre-hooks")),
             ("backward hook", torch_module.register_module_full_backward_hook, _noted("all backwards")),
-            ("backward pre-hook", torch_module.register_module_full_backward_pre_hook, _noted("before all backwards")),
         )
     },
     "class: forward of the unit": _set(lambda m: Block, "forward", lambda self, x: x * 2 + self.norm(x)),
     "class: forward of a base class": _set(lambda m: Base, "forward", lambda self, x: x * 2 + self.norm(x)),
     "class: forward of a part": _set(lambda m: Mlp, "forward", lambda self, x: x * 2),
-    "class: forward of torch's Linear": _set(
-        lambda m: nn.Linear, "forward", lambda self, x: nn.functional.linear(x, self.weight, self.bias) * 2
-    ),
-    "class: helper method": _set(lambda m: Mlp, "scaled", lambda self, x, factor=1.0: x * 5),
     "class: helper method of a base class": _set(lambda m: Base, "body", lambda self, x: x * 2 + self.norm(x)),
     "class: property": _set(lambda m: Mlp, "one", property(lambda self: 3.0)),
-    "class: static method": _set(lambda m: Mlp, "same", staticmethod(lambda x: x * 4)),
     "class: attribute": _set(lambda m: Mlp, "offset", 2.0),
-    "class: __call__": _set(lambda m: Mlp, "__call__", lambda self, x: x * 7),
     "class: __call__ of all modules": _set(
         lambda m: nn.Module, "__call__", _noted("call", lambda self, *a, **k: self._call_impl(*a, **k))
     ),
-    "function: default argument": _default_argument,
     "global: number": _set(lambda m: sys.modules[__name__], "FACTOR", 3.0),
     "global: function": _set(lambda m: sys.modules[__name__], "helper", lambda x: x * 5),
     "global: function of torch": _set(lambda m: nn.functional, "gelu", lambda x, approximate="none": x * 0.5),
@@ -200,7 +177,6 @@ OF_THE_MODEL: dict[str, Mutation] = {
     "instance: forward around the unit's": _wrapping,
     "instance: helper method": _set(lambda m: m[1].mlp, "scaled", lambda x: x * 3),
     "instance: attribute": _set(lambda m: m[1].mlp, "hidden_scale", 2.0),
-    "instance: closure": _set(lambda m: m[1].mlp, "closed", made(3.0)),
     "closure: variable": _closure_cell,
     "a part in eval mode": _part_in_eval_mode,
     "probability of a dropout": _all_dropped,
@@ -224,12 +200,6 @@ def _weight_norm(model: nn.Module) -> Undo:
     return lambda: parametrize.remove_parametrizations(layer, "weight")
 
 
-def _spectral_norm(model: nn.Module) -> Undo:
-    torch.manual_seed(5)
-    layer = nn.utils.spectral_norm(model.get_submodule("1.mlp.up"))
-    return lambda: nn.utils.remove_spectral_norm(layer)
-
-
 def _pruned(model: nn.Module) -> None:
     prune.l1_unstructured(model.get_submodule("1.mlp.up"), "weight", amount=0.5)
 
@@ -245,12 +215,6 @@ def _replaced(path: str, value: Callable[[nn.Module], Any]) -> Mutation:
         return lambda: setattr(target, name, before)
 
     return change
-
-
-def _other_width(model: nn.Module) -> None:
-    torch.manual_seed(3)
-    part = model[1].mlp
-    part.up, part.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
 
 
 def _appended(model: nn.Module) -> Undo:
@@ -274,19 +238,15 @@ def _frozen(model: nn.Module) -> Undo:
 OF_THE_WEIGHTS: dict[str, Mutation] = {
     "parametrization": _parametrized,
     "weight norm": _weight_norm,
-    "spectral norm": _spectral_norm,
     "pruning": _pruned,
     "activation replaced": _replaced("1.mlp.act", lambda m: nn.ReLU()),
     "layer replaced": _replaced("1.mlp.up", lambda m: nn.Linear(WIDTH, 3 * WIDTH)),
-    "layers replaced by narrower ones": _other_width,
     "layer appended": _appended,
     "weight replaced": _replaced("1.mlp.up.weight", lambda m: nn.Parameter(torch.randn(3 * WIDTH, WIDTH))),
-    "weight shared": _replaced("1.mlp.up.weight", lambda m: m[0].mlp.up.weight),
     "weight changed": _doubled_in_place,
     "weight frozen": _frozen,
     "bias deleted": _replaced("1.mlp.up.bias", lambda m: None),
     "buffer replaced": _replaced("1.mlp.shift", lambda m: torch.ones(WIDTH)),
-    "other dtype": lambda model: model.double().float,
 }
 """Changes of one model's modules, parameters and buffers."""
 

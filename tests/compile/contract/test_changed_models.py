@@ -82,12 +82,6 @@ def test_a_model_under_torch_compile_runs_with_its_changes(name):
     _try({**OF_THE_WEIGHTS, **OF_THE_MODEL}[name], False, lambda model: torch.compile(model, backend="ort_zero"))
 
 
-def test_torchs_own_switch_stays_as_it_is():
-    before = torch._dynamo.config.skip_nnmodule_hook_guards
-    _step(_wrapped(mutations.stack()))
-    assert torch._dynamo.config.skip_nnmodule_hook_guards is before is True
-
-
 def test_a_replaced_method_is_told_once(monkeypatch, caplog):
     model = _wrapped(mutations.stack())
     _step(model)

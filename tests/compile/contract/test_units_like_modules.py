@@ -12,9 +12,7 @@ import torch
 from stack_models import AuxiliaryHeads
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import ort_zero
 from ort_zero.compat.torch_modules import modules_of
@@ -107,24 +105,6 @@ def test_a_parameter_has_a_gradient_exactly_when_it_has_one_in_pytorch(is_compil
     assert backwards(ours) >= 12
 
 
-def test_hooks_on_gradients_and_accumulation_see_what_they_see_in_pytorch():
-    plain, ours = pair(heads)
-    seen: list[list[str]] = []
-    for model in (plain, ours):
-        calls: list[str] = []
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(lambda gradient, name=name, calls=calls: calls.append(name))
-                parameter.register_post_accumulate_grad_hook(lambda p, name=name, calls=calls: calls.append(f"{name}!"))
-        for step in range(4):
-            LOSSES["all" if step == 1 else "main"](model(batch())).backward()
-        model.zero_grad(set_to_none=False)
-        LOSSES["main"](model(batch())).backward()
-        seen.append(sorted(calls))
-    assert seen[0] == seen[1]
-    assert_close(*({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (plain, ours)))
-
-
 class MainAlone(AuxiliaryHeads):
     """Returns the main result, so that the heads lead nowhere."""
 
@@ -183,20 +163,6 @@ def test_a_function_that_tells_missing_gradients_from_zeros_runs_in_pytorch():
     assert "set_materialize_grads" in status["failures"]["0"] and status["units"] == ["1"]
 
 
-def test_parts_of_a_graph_whose_sizes_change():
-    def two_results(x, y, mask):
-        return x.view(mask.size()).sin(), y.view(mask.size()).cos()
-
-    compiled = torch.compile(two_results, backend="ort_zero", dynamic=True)
-    for rows in (2, 3, 5):
-        x, y, mask = torch.randn(rows * 4), torch.randn(rows * 4), torch.ones(rows, 4)
-        leaves = [[each.clone().requires_grad_() for each in (x, y)] for _ in range(2)]
-        for function, of_run in zip((two_results, compiled), leaves, strict=True):
-            function(*of_run, mask)[0].sum().backward()
-        (first, none), (ours, ours_none) = ([leaf.grad for leaf in each] for each in leaves)
-        assert none is None and ours_none is None and torch.allclose(first, ours)
-
-
 class Stopping(torch.autograd.Function):
     """Has no gradient for the first of two inputs."""
 
@@ -230,54 +196,15 @@ class Noting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class NotingFunctions(TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.seen.append(getattr(function, "__name__", ""))
-        return function(*args, **(kwargs or {}))
-
-
 def _noted(model: nn.Module) -> Any:
     with Noting() as mode:
         y = model(batch())
     return y, mode.seen
 
 
-def _counted(model: nn.Module) -> Any:
-    with FlopCounterMode(display=False) as mode:
-        model(batch()).sum().backward()
-    return mode.get_total_flops()
-
-
 def _faked(model: nn.Module) -> Any:
     with FakeTensorMode(allow_non_fake_inputs=True):
         return [list(model(torch.empty(4, WIDTH)).shape) for _ in range(2)]
-
-
-def _fake_argument(model: nn.Module) -> Any:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return list(model(mode.from_tensor(batch())).shape)
-
-
-def _batched_gradients(model: nn.Module) -> Any:
-    weight = next(model.parameters())
-    vectors = torch.eye(4).unsqueeze(-1).expand(4, 4, WIDTH)
-    return torch.autograd.grad(model(batch()), weight, vectors, is_grads_batched=True)
-
-
-def _vmapped_gradients(model: nn.Module) -> Any:
-    x = batch().requires_grad_()
-    y = model(x)
-    return torch.func.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0])(torch.randn(3, 4, WIDTH))
-
-
-def _functions(model: nn.Module) -> Any:
-    with NotingFunctions() as mode:
-        y = model(batch())
-    return y, [name for name in mode.seen if name in ("linear", "relu")]
 
 
 def _traced(model: nn.Module) -> Any:
@@ -312,15 +239,9 @@ APART: dict[str, Callable[[nn.Module], Any]] = {
     "quantize_dynamic": _quantized,
     "copy on the meta device": lambda model: list(copy.deepcopy(model).to("meta")(batch().to("meta")).shape),
     "fake tensors": _faked,
-    "a fake argument": _fake_argument,
     "dispatch mode": _noted,
-    "function mode": _functions,
-    "FlopCounterMode": _counted,
     "vectorized jacobian": lambda model: torch.autograd.functional.jacobian(model, batch(), vectorize=True),
-    "is_grads_batched": _batched_gradients,
-    "vmap over gradients": _vmapped_gradients,
     "vmap": lambda model: torch.func.vmap(model)(batch()),
-    "jacrev": lambda model: torch.func.jacrev(model)(batch()),
     "jvp": lambda model: torch.func.jvp(model, (batch(),), (batch(),)),
     "functional_call": lambda model: torch.func.functional_call(
         model, {name: 2 * value for name, value in model.state_dict().items()}, batch()
@@ -347,14 +268,6 @@ def test_whoever_takes_a_model_apart_gets_the_users_own():
         ours(batch()).sum().backward()
         units = ort_zero.status()["models"][-1]
         assert units["units"] == ["0", "1", "2"] and not units["failures"], name
-
-
-def test_a_model_that_is_one_unit_is_exported():
-    plain, ours = pair(Block)
-    ours(batch()).sum().backward()
-    (y, nodes), (wanted, wanted_nodes) = _exported(ours), _exported(plain)
-    torch.testing.assert_close(y, wanted)
-    assert nodes == wanted_nodes
 
 
 def test_unwrap_gives_every_unit_its_forward_back():
@@ -419,26 +332,7 @@ def test_a_model_with_lazy_modules_is_wrapped():
     assert_close(results[1], results[0])
 
 
-class Tagged(torch.Tensor):
-    """A tensor of a class of its own, as libraries of images have."""
-
-
-def test_a_tensor_of_a_class_of_its_own_stays_one():
-    plain, ours = pair(blocks)
-    for _ in range(3):
-        ours(batch()).sum().backward()
-        results = [model(batch().as_subclass(Tagged)) for model in (plain, ours)]
-        assert type(results[0]) is type(results[1])
-        assert_close(results[1].as_subclass(torch.Tensor), results[0].as_subclass(torch.Tensor))
-
-
 # -- copies ------------------------------------------------------------------------------------------------------------
-
-
-def _dict_copy(unit: nn.Module) -> nn.Module:
-    clone = type(unit).__new__(type(unit))
-    vars(clone).update(vars(unit))
-    return clone
 
 
 def _subclassed(unit: nn.Module) -> nn.Module:
@@ -449,24 +343,19 @@ def _subclassed(unit: nn.Module) -> nn.Module:
 
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "copy.copy": copy.copy,
-    "__dict__": _dict_copy,
     "replica": lambda unit: unit._replicate_for_data_parallel(),
     "deepcopy": copy.deepcopy,
     "pickle": lambda unit: pickle.loads(pickle.dumps(unit)),
-    "copy of a deepcopy": lambda unit: copy.copy(copy.deepcopy(unit)),
-    "deepcopy of a copy": lambda unit: copy.deepcopy(copy.copy(unit)),
     "subclass": _subclassed,
 }
 
 
 @pytest.mark.parametrize("name", COPIES)
-@pytest.mark.parametrize("is_warm", [True, False])
-def test_the_object_that_is_called_is_the_one_whose_weights_count(name, is_warm):
+def test_the_object_that_is_called_is_the_one_whose_weights_count(name):
     results = []
     for model in pair(lambda: nn.Linear(WIDTH, WIDTH)):
-        if is_warm:
-            model(batch()).sum().backward()
-            model.zero_grad()
+        model(batch()).sum().backward()
+        model.zero_grad()
         clone = COPIES[name](model)
         clone._parameters = {n: nn.Parameter(torch.full_like(p, 0.5)) for n, p in model._parameters.items()}
         for each in ("weight", "bias"):
@@ -478,16 +367,6 @@ def test_the_object_that_is_called_is_the_one_whose_weights_count(name, is_warm)
         assert model.weight.grad is None
         results.append((first, second, clone.weight.grad))
     assert_close(results[1], results[0])
-
-
-def test_a_shallow_copy_keeps_its_own_mode_and_hooks():
-    for model in pair(lambda: nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(1.0)))):
-        unit = model[0]
-        assert unit(batch()).abs().sum() == 0
-        clone = copy.copy(unit)
-        clone._modules = {"0": unit[0], "1": nn.Dropout(0.0)}
-        assert clone(batch()).abs().sum() > 0 and unit(batch()).abs().sum() == 0
-        assert clone.forward(batch()).abs().sum() > 0, "its forward is its own after the first call"
 
 
 # -- calls without gradients -------------------------------------------------------------------------------------------
@@ -513,57 +392,7 @@ def test_an_evaluation_is_compiled_once_it_is_worth_the_graphs(monkeypatch):
     assert counts[5] == 0 and counts[-1] > 0, "20 seconds are over in the seventh call of three units"
 
 
-# -- heads and their losses --------------------------------------------------------------------------------------------
-
-
-def test_a_head_goes_on_leaving_its_logits_to_the_loss():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(64, 8), nn.Sequential(Narrow(), Narrow()), nn.Linear(8, 4096))
-    model = wrapped(model, place="measured")
-    tokens = torch.arange(16)
-    for _ in range(100):
-        nn.functional.cross_entropy(model(tokens), tokens).backward()
-    compiled = ort_zero.status()["models"][-1]["compiled"]
-    assert compiled["losses_in_chunks"] == 100
-
-
-class Narrow(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return torch.tanh(self.linear(x))
-
-
 # -- classes with methods of their own ---------------------------------------------------------------------------------
-
-
-class Stubborn(Block):
-    """Replaces methods of ``nn.Module`` by others, as a user may."""
-
-    def parameters(self):
-        return [self.up.weight]
-
-    def named_parameters(self):
-        return {"up": self.up.weight}
-
-    def modules(self):
-        raise RuntimeError("modules")
-
-    def named_modules(self):
-        raise RuntimeError("named_modules")
-
-    def __len__(self):
-        return 0
-
-    def __bool__(self):
-        raise RuntimeError("bool")
-
-    def __eq__(self, other):
-        raise RuntimeError("eq")
-
-    __hash__ = None
 
 
 class Delegating(Block):
@@ -593,15 +422,11 @@ class Learner(nn.Module):
         return self.vars
 
 
-@pytest.mark.parametrize("kind", [Stubborn, Delegating, Learner])
-@pytest.mark.parametrize("is_part", [False, True])
-def test_a_class_with_methods_of_its_own_is_wrapped(kind, is_part):
+@pytest.mark.parametrize("kind", [Delegating, Learner])
+def test_a_class_with_methods_of_its_own_is_wrapped(kind):
     torch.manual_seed(0)
-    unit = kind()
-    weights = (
-        [each for part in (unit.vars,) for each in part] if kind is Learner else [unit.up.weight, unit.down.weight]
-    )
-    model = nn.Sequential(unit) if is_part else unit
+    model = kind()
+    weights = list(model.vars) if kind is Learner else [model.up.weight, model.down.weight]
     results = []
     for is_wrapped in (False, True):
         model = wrapped(model) if is_wrapped else model
@@ -611,7 +436,4 @@ def test_a_class_with_methods_of_its_own_is_wrapped(kind, is_part):
         y.square().sum().backward()
         results.append([y.detach(), *(weight.grad.clone() for weight in weights)])
     assert_close(results[1], results[0])
-    assert isinstance(vars(model)["forward"], UnitForward)
-    failures = ort_zero.status()["models"][-1]["failures"]
-    assert (backwards(model) == 1) != bool(failures), failures
-    assert bool(failures) == (kind is Stubborn), failures
+    assert backwards(model) == 1 and not ort_zero.status()["models"][-1]["failures"]

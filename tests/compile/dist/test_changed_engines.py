@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -60,19 +59,6 @@ def heads(stage: int, run: Run) -> None:
     hooks.sort()
 
 
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    features: torch.Tensor
-    count: int = 0
-
-
-class Slotted:
-    __slots__ = ("count", "features")
-
-    def __init__(self, features: torch.Tensor, count: int = 0):
-        self.features, self.count = features, count
-
-
 class Nested:
     def __init__(self, features: torch.Tensor, count: int = 0):
         self.inside, self.count = {"all": [SimpleNamespace(features=features)]}, count
@@ -111,25 +97,18 @@ kept: list[torch.Tensor] = []
 
 
 class Leaving(nn.Module):
-    """A block whose result leaves by an argument, an attribute or a global, and not by its return."""
+    """A block whose result leaves by an argument or a global, and not by its return."""
 
     def __init__(self, way: str):
         super().__init__()
         self.linear, self.way = nn.Linear(WIDTH, WIDTH), way
 
     def forward(self, held):
-        x = held["x"] if isinstance(held, dict) else held.x
-        x = x + torch.tanh(self.linear(x))
-        if self.way == "attribute of itself":
-            self.result = x
-            return x.detach()
+        x = held["x"] + torch.tanh(self.linear(held["x"]))
         if self.way == "global":
             kept.append(x)
-        elif isinstance(held, dict):
-            held["x"] = x
         else:
-            held.x = x
-        return None
+            held["x"] = x
 
 
 class Left(nn.Module):
@@ -138,14 +117,12 @@ class Left(nn.Module):
         self.layers, self.way = nn.ModuleList(Leaving(way) for _ in range(3)), way
 
     def forward(self, x):
-        held = {"x": x} if self.way == "dict" else SimpleNamespace(x=x)
+        held = {"x": x}
         for layer in self.layers:
             layer(held)
             if self.way == "global":
-                held.x = kept.pop()
-            elif self.way == "attribute of itself":
-                held.x = layer.result
-        return held["x"] if self.way == "dict" else held.x
+                held["x"] = kept.pop()
+        return held["x"]
 
 
 def left_elsewhere(way: str, stage: int, run: Run) -> None:
@@ -174,12 +151,10 @@ def scenarios(stage: int) -> dict[str, Callable[[Run], None]]:
         change = {**HOOKS, **OF_THE_PROCESS, **OF_THE_MODEL}[name]
         found[name] = lambda run, change=change: changed(change, stage, run)
     found["auxiliary heads"] = lambda run: heads(stage, run)
-    for kind in (SimpleNamespace, Frozen, Nested):
+    for kind in (SimpleNamespace, Nested):
         found[f"records: {kind.__name__}"] = lambda run, kind=kind: records(kind, False, stage, run)
-    if stage == 2:  # plain ZeRO-3 cannot look into slots
-        found["records: Slotted"] = lambda run: records(Slotted, False, stage, run)
     found["records: the object that came in"] = lambda run: records(SimpleNamespace, True, stage, run)
-    for way in ("dict", "object", "global", "attribute of itself"):
+    for way in ("dict", "global"):
         found[f"left in: {way}"] = lambda run, way=way: left_elsewhere(way, stage, run)
     return found
 
