@@ -47,33 +47,6 @@ _TOLERANCES = {
 }
 """Relative and absolute tolerance of results, and of gradients, by the dtype of the samples."""
 
-Change = Callable[[Any], Any]
-
-
-def unchanged(sample: Any) -> Any:
-    """Return the sample itself."""
-    return sample
-
-
-def with_special_values(sample: Any) -> Any:
-    """Return a sample with NaN, infinities, zeros of both signs, halves and the largest integers in its tensors."""
-
-    def spoil(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dtype in (torch.bool, torch.uint8) or value.is_complex():
-            return value
-        if value.layout is not torch.strided:
-            return value
-        spoilt = value.detach().clone(memory_format=torch.contiguous_format)
-        numbers = [math.nan, math.inf, -math.inf, -0.0, 0.0, 2.5, -0.5, 1.0, -1.0]
-        if not value.is_floating_point():
-            numbers = [torch.iinfo(value.dtype).max, torch.iinfo(value.dtype).min, -1, 0, 1]
-        special = torch.tensor(numbers, dtype=value.dtype)
-        places = spoilt.view(-1)[::2]
-        places.copy_(special.repeat(places.numel() // len(numbers) + 1)[: places.numel()])
-        return spoilt.requires_grad_(value.requires_grad)
-
-    return sample.transform(spoil)
-
 
 def _in_float64(sample: Any) -> Any:
     """Return a sample of bfloat16 as float64."""
@@ -113,14 +86,8 @@ class _Noting(Compiler):
         return super()._runner(segment, *rest)
 
 
-def sweep(
-    name: str, dtype: torch.dtype, *, limit: int | None = None, change: Change = unchanged, by_segment: bool = False
-) -> Outcome:
-    """Return what became of the samples of one operator in a dtype, at most `limit` of them, spread over all.
-
-    `change` returns a changed sample. `by_segment` compares each segment with PyTorch, in place of the results with
-    eager PyTorch: there torch's decompositions treat NaN and infinity otherwise than the operators.
-    """
+def sweep(name: str, dtype: torch.dtype, *, limit: int | None = None) -> Outcome:
+    """Return what became of the samples of one operator in a dtype, at most `limit` of them, spread over all."""
     op = OPERATORS[name]
     outcome = Outcome(name)
     gradients = dtype.is_floating_point and op.supports_autograd
@@ -129,13 +96,13 @@ def sweep(
         samples = list(op.sample_inputs("cpu", dtype, requires_grad=gradients))
         step = 1 if limit is None else math.ceil(len(samples) / limit)
         for index in range(0, len(samples), max(step, 1)):
-            fault = _fault_of(outcome, op, change(samples[index]), dtype, by_segment)
+            fault = _fault_of(outcome, op, samples[index], dtype)
             if fault:
                 outcome.faults.append(f"{name} {str(dtype).removeprefix('torch.')} sample {index}: {fault}")
     return outcome
 
 
-def _fault_of(outcome: Outcome, op: Any, sample: Any, dtype: torch.dtype, by_segment: bool) -> str:
+def _fault_of(outcome: Outcome, op: Any, sample: Any, dtype: torch.dtype) -> str:
     """Run one sample, and return what was wrong; nothing if all was right or PyTorch refuses the sample."""
 
     def call(first: Any, args: Any, kwargs: Any) -> Any:
@@ -147,11 +114,10 @@ def _fault_of(outcome: Outcome, op: Any, sample: Any, dtype: torch.dtype, by_seg
         outcome.skipped += 1
         return ""
     torch._dynamo.reset()
-    compiler = _Noting(Settings(place="ort", verify="always" if by_segment else "off", reproducers=os.devnull))
+    compiler = _Noting(Settings(place="ort", verify="off", reproducers=os.devnull))
     try:
         ours = _results(torch.compile(call, backend=compiler), sample)
-        if not by_segment:
-            _compare(outcome.name, ours, expected, dtype, lambda: _results(call, _in_float64(sample)))
+        _compare(outcome.name, ours, expected, dtype, lambda: _results(call, _in_float64(sample)))
         fault = "; ".join(compiler.engine.as_dict()["failed"].values())
     except Exception as error:
         fault = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"

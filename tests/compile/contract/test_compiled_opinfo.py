@@ -15,13 +15,6 @@ from operator_sweep import OPERATORS, sweep
 
 SIZE = 20
 """Number of operators in one test."""
-NO_SPECIAL_VALUES = frozenset(
-    "lcm nn.functional.conv1d nn.functional.conv2d nn.functional.conv3d nn.functional.grid_sample grid_sampler_2d "
-    "grid_sampler_3d nn.functional.ctc_loss _segment_reduce.lengths _segment_reduce.offsets div.trunc_rounding".split()
-)
-"""PyTorch's lcm divides by zero, oneDNN's convolution loses NaN (PyTorch's other kernel and float64 have it). The
-process ends with its gradient of grid_sample of NaN, its ctc_loss and segments of wrong lengths, and its smallest
-integer divided by -1."""
 
 
 def _tenth() -> int:
@@ -61,13 +54,3 @@ def test_every_operator_is_right(dtype, names):
 @pytest.mark.parametrize(("dtype", "names"), [*_groups(torch.float64), *_groups(torch.bfloat16), *_groups(torch.int64)])
 def test_operators_are_right_in_other_dtypes(dtype, names):
     _assert_right([sweep(name, dtype, limit=24) for name in names])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "names"), [*_groups(torch.float32), *_groups(torch.float64), *_groups(torch.int64)])
-def test_segments_treat_special_values_as_pytorch_does(dtype, names):
-    change = operator_sweep.with_special_values
-    outcomes = [
-        sweep(name, dtype, limit=6, change=change, by_segment=True) for name in names if name not in NO_SPECIAL_VALUES
-    ]
-    assert not [fault for outcome in outcomes for fault in outcome.faults]

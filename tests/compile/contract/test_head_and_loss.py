@@ -6,13 +6,10 @@ A head that is a unit leaves its logits to the loss; whoever reads them gets PyT
 from __future__ import annotations
 
 import copy
-import gc
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -23,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ort_zero
 from ort_zero.compile import head_loss
-from ort_zero.compile.deferred_logits import DeferredLogits, DeferringHead, is_head
+from ort_zero.compile.deferred_logits import DeferredLogits, is_head
 from ort_zero.compile.dynamo_backend import Compiler
 from ort_zero.compile.engine import CompileEngine
 from ort_zero.compile.sessions import Session
@@ -115,16 +112,16 @@ def assert_same(results: list[torch.Tensor], wanted: list[torch.Tensor], toleran
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest number of elements of a floating-point result, of all dtypes or of `dtype` alone."""
+    """Notes the largest number of elements of a floating-point result."""
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.elements, self._dtype = 0, dtype
+        self.elements = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = function(*args, **(kwargs or {}))
         is_real = type(result) is torch.Tensor and result.is_floating_point() and result.device.type == "cpu"
-        if is_real and self._dtype in (None, result.dtype):
+        if is_real:
             self.elements = max(self.elements, result.numel())
         return result
 
@@ -165,10 +162,6 @@ def compare(
     return OPERATOR in record["in_torch"]
 
 
-def _runs_of_losses() -> int:
-    return sum(model["graph_runs"].get("loss", 0) for model in ort_zero.status()["models"])
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_run_in_onnxruntime_for_any_number_of_rows(bias: bool):
     backend = CompileEngine(Settings(place="ort")).compiler()
@@ -179,22 +172,6 @@ def test_products_run_in_onnxruntime_for_any_number_of_rows(bias: bool):
     assert all(graph.segments[0].in_ort and graph.torch_flops == 0 for graph in products)
     assert all(graph.segments[0].trial.runs >= 3 for graph in products)  # equal segments share a trial
     assert backend.engine.runs["loss"] == 12
-
-
-def test_products_live_as_long_as_the_graph():
-    step = compiled_step(shifted, "ort_zero", options={"place": "ort"})
-    others = set(head_loss._products)
-    model, inputs = Model(), batch(1.0)
-    step(model, *inputs).backward()
-    gc.collect()
-    before = _runs_of_losses()
-    step(model, *inputs).backward()
-    assert _runs_of_losses() == before + 3
-    assert set(head_loss._products) - others
-    del step
-    torch._dynamo.reset()
-    gc.collect()
-    assert not set(head_loss._products) - others
 
 
 def test_products_of_another_dtype_or_of_sizes_that_change_are_pytorchs():
@@ -223,13 +200,6 @@ def test_a_product_that_fails_runs_in_pytorch(monkeypatch, tmp_path):
 @pytest.mark.parametrize("loss_of", [read_twice, smoothed])
 def test_what_the_operator_cannot_do_stays_as_it_is(loss_of):
     assert not compare(loss_of, Model(), *batch(1.0))
-
-
-def test_one_chunk_in_bf16_makes_no_copy_of_the_weights_size_in_float32():
-    hidden, weight = torch.randn(8, 16).bfloat16(), torch.randn(CLASSES, 16).bfloat16()
-    with Largest(torch.float32) as largest:
-        head_loss.linear_cross_entropy._init_fn(hidden, weight, None, torch.arange(8), -100, True, 0)
-    assert largest.elements == 8 * CLASSES < weight.numel()
 
 
 # -- as a unit and a loss ----------------------------------------------------------------------------------------------
@@ -323,17 +293,6 @@ def test_logits_that_are_read_at_every_call_are_computed_at_once():
     assert deferred == 3 * [True] + 3 * [False] and losses() == 0
 
 
-def test_logits_that_are_read_after_the_loss_lead_gradients_on():
-    model, (ids, labels) = Model(), batch()
-    compiled, losses = wrapped(model)
-
-    def read(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return as_module(logits, labels) + logits.square().mean()
-
-    assert_same(trained(compiled, read, ids, labels), trained(model, read, ids, labels))
-    assert losses() == 1
-
-
 def scaled(logits: torch.Tensor) -> torch.Tensor:
     return logits.mul_(0.5)
 
@@ -343,19 +302,7 @@ def masked(logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def half_masked(logits: torch.Tensor) -> torch.Tensor:
-    rows = logits.view(-1, CLASSES)
-    logits[:, 3] = 0.0
-    return rows
-
-
-def copied(logits: torch.Tensor) -> torch.Tensor:
-    before = logits.clone()
-    logits.zero_()
-    return before
-
-
-@pytest.mark.parametrize("change", [scaled, masked, half_masked, copied])
+@pytest.mark.parametrize("change", [scaled, masked])
 def test_logits_that_are_changed_in_place(change):
     model, inputs = Model(), batch(1.0)
     compiled, losses = wrapped(model)
@@ -367,26 +314,15 @@ def test_logits_that_are_changed_in_place(change):
     assert losses() == 0
 
 
-def by_torch_save(tensor: torch.Tensor) -> torch.Tensor:
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    return torch.load(io.BytesIO(file.getvalue()))
-
-
 @pytest.mark.parametrize(
     "read",
     [
         lambda logits: torch.from_numpy(logits.detach().numpy()),
-        lambda logits: torch.from_numpy(np.asarray(logits.detach())),
-        lambda logits: torch.tensor(logits.tolist()),
         lambda logits: pickle.loads(pickle.dumps(logits.detach())),
         lambda logits: copy.deepcopy(logits.detach()),
         lambda logits: torch.stack([logits[0], *logits[1:]]),
-        lambda logits: torch.cat([row for row in logits.detach().cpu()]).view(logits.shape),
-        lambda logits: torch.from_dlpack(logits.detach()),
-        by_torch_save,
     ],
-    ids=["numpy", "asarray", "tolist", "pickle", "deepcopy", "rows", "iteration", "dlpack", "torch.save"],
+    ids=["numpy", "pickle", "deepcopy", "rows"],
 )
 def test_whoever_reads_logits_gets_those_of_pytorch(read):
     model, (ids, _) = Model(), batch()
@@ -405,17 +341,8 @@ def test_a_frozen_head_gets_no_gradient():
     assert losses() == 1 and compiled.head.weight.grad is None
 
 
-def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    weight = torch.linspace(0.5, 1.5, CLASSES)
-    return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), weight)
-
-
 def along_the_second(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.transpose(1, 2), labels)
-
-
-def row_by_row(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), reduction="none").square().mean()
 
 
 def of_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -423,33 +350,12 @@ def of_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return -(chosen * (labels >= 0).unsqueeze(2)).mean()
 
 
-@pytest.mark.parametrize("loss_of", [smoothed, weighted, along_the_second, row_by_row, of_tokens])
+@pytest.mark.parametrize("loss_of", [smoothed, along_the_second, of_tokens])
 def test_other_losses_read_the_logits(loss_of):
     model, inputs = Model(), batch()
     compiled, losses = wrapped(model)
     assert_same(trained(compiled, loss_of, *inputs), trained(model, loss_of, *inputs))
     assert losses() == (loss_of is smoothed)  # a part of that loss is a plain cross entropy
-
-
-def test_a_backward_that_runs_twice_and_a_scaled_loss():
-    model, (ids, labels) = Model(), batch()
-    compiled, _ = wrapped(model)
-    for each in (model, compiled):
-        loss = as_module(each(ids), labels) * 3
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert_same([p.grad for p in compiled.parameters()], [p.grad for p in model.parameters()])
-
-
-def test_a_penalty_on_gradients():
-    model, (ids, labels) = Model(), batch()
-    compiled, _ = wrapped(model)
-
-    def penalty(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        (gradient,) = torch.autograd.grad(as_module(logits, labels), logits, create_graph=True)
-        return gradient.square().sum() * 1e3
-
-    assert_same(trained(compiled, penalty, ids, labels), trained(model, penalty, ids, labels), tolerance=1e-4)
 
 
 def test_within_activation_checkpointing():
@@ -471,19 +377,6 @@ def test_within_activation_checkpointing():
     assert losses() >= 2
 
 
-def test_hooks_see_logits():
-    model, inputs = Model(), batch()
-    compiled, losses = wrapped(model)
-    seen: dict[str, list[torch.Tensor]] = {}
-    for name, each in (("torch", model), ("ort", compiled)):
-        each.head.register_forward_hook(lambda m, args, result, n=name: seen.setdefault(n, []).append(result.norm()))
-        each.head.register_full_backward_hook(
-            lambda m, to_inputs, of_results, n=name: seen[n].append(of_results[0].norm())
-        )
-    assert_same(trained(compiled, as_module, *inputs), trained(model, as_module, *inputs))
-    assert_same(seen["ort"], seen["torch"])
-
-
 @pytest.mark.parametrize("how", ["no gradients", "autocast", "off"])
 def test_where_logits_are_computed_at_once(how: str):
     compiled, _ = wrapped(Model(), fuse_loss="off" if how == "off" else "auto")
@@ -498,13 +391,6 @@ def test_a_head_that_computes_its_logits_is_timed_as_other_units_are():
     for _ in range(100):
         trained(compiled, as_module, *inputs)
     assert ort_zero.status()["models"][-1]["compiled"]["settled"]
-
-
-def test_a_head_on_another_kind_of_device_computes_its_logits():
-    head, hidden = nn.Linear(16, CLASSES), torch.randn(3, 16)
-    for devices, kind in ((("cpu",), DeferredLogits), (("cuda",), torch.Tensor)):
-        call = DeferringHead(nn.Linear.forward, lambda *weights: head_loss.IN_PYTORCH, lambda: None, devices)
-        assert type(call(head, hidden)) is kind
 
 
 def test_which_modules_are_heads():

@@ -122,43 +122,6 @@ def test_without_a_budget_forwards_keep_what_the_free_memory_takes(monkeypatch, 
     assert plenty == pytest.approx(losses, rel=1e-5) and little == pytest.approx(losses, rel=1e-5)
 
 
-class Dropouts(nn.Module):
-    """A layer that keeps little beside its masks, which cannot be computed again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.linear(x)
-        for _ in range(6):
-            x = nn.functional.dropout(x, 0.1, self.training)
-        return x
-
-
-class Functions(nn.Module):
-    """A layer of whose values all can be computed again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)).sigmoid().tanh().sin())
-
-
-def test_a_layer_makes_up_for_one_that_must_keep_more(capsys):
-    torch.manual_seed(0)
-    model = nn.Sequential(Dropouts(), Dropouts(), Dropouts(), Functions(), Functions(), Functions())
-    section = {"compile": {"place": "ort"}, "memory": {"recompute": "auto", "budget": "30%"}}
-    ort_zero.wrap(model, backend="compile", **section)
-    for _ in range(2):
-        model(torch.randn(4, 8, 32, requires_grad=True)).square().mean().backward()
-    (memory,) = ort_zero.status()["models"][-1]["memory"]
-    assert 0 < memory["kept"] <= 0.3 * memory["kept_without"]
-    assert "memory.budget" not in capsys.readouterr().err
-
-
 def test_a_budget_that_cannot_be_met_is_one_warning(monkeypatch, capsys):
     log.get_logger().setLevel(logging.WARNING)
     # the choice of what is dropped must be kept

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
 import secrets
 from collections.abc import Callable
@@ -22,11 +21,6 @@ GENERATOR = np.random.default_rng(3)
 STATE = np.random.RandomState(3)
 PYTHON = random.Random(3)
 TORCH = torch.Generator()
-
-
-def _with_seed(seed: Callable[[int], Any], draw: Callable[[], Any]) -> Any:
-    seed(7)
-    return draw()
 
 
 def _shuffled(shuffle: Callable[[Any], None], numbers: Any) -> Any:
@@ -50,47 +44,26 @@ def _forked() -> torch.Tensor:
 DRAWS: dict[str, Callable[[], Any]] = {
     "np.random.rand": lambda: float(np.random.rand()),
     "np.random.permutation": lambda: torch.tensor(np.random.permutation(WIDTH)),
-    "np.random.permutation of an array": lambda: torch.tensor(np.random.permutation(np.arange(WIDTH))),
-    "np.random.seed": lambda: (np.random.seed(0), np.random.permutation(np.arange(WIDTH)))[1],
-    "np.random.randint": lambda: int(np.random.randint(0, 16)),
     "np.random.randn": lambda: torch.from_numpy(np.random.randn(WIDTH)).float(),
-    "np.random.normal": lambda: np.random.normal(size=WIDTH),
-    "np.random.choice": lambda: np.random.choice(16, WIDTH),
     "np.random.shuffle": lambda: _shuffled(np.random.shuffle, np.arange(WIDTH)),
-    "np.random.beta": lambda: np.random.beta(0.5, 0.5),
     "np.random.set_state": lambda: _drawn_again(np.random.get_state, np.random.set_state, np.random.rand),
-    "np.random.default_rng": lambda: np.random.default_rng(0).normal(size=WIDTH),
     "np.random.Generator": lambda: GENERATOR.normal(size=WIDTH),
-    "np.random.Generator.permutation": lambda: GENERATOR.permutation(WIDTH),
     "np.random.RandomState": lambda: STATE.rand(WIDTH),
     "random.random": lambda: random.random(),  # the call, as a program has it
-    "random.choice": lambda: random.choice([1.0, 2.0, 3.0]),
     "random.shuffle": lambda: _shuffled(random.shuffle, list(range(WIDTH))),
-    "random.gauss": lambda: random.gauss(0, 1),
-    "random.seed": lambda: random.random() + _with_seed(random.seed, random.random),
     "random.setstate": lambda: _drawn_again(random.getstate, random.setstate, random.random),
     "random.Random": lambda: PYTHON.random(),
-    "random.Random.randint": lambda: PYTHON.randint(0, 15),
-    "random.Random, made here": lambda: random.Random(0).random(),
     "torch.rand": lambda: torch.rand(WIDTH),
-    "torch.randperm": lambda: torch.randperm(WIDTH),
     "dropout": lambda: F.dropout(torch.ones(WIDTH), 0.5),
-    "normal_": lambda: torch.empty(WIDTH).normal_(),
-    "torch.manual_seed": lambda: torch.rand(WIDTH) + _with_seed(torch.manual_seed, lambda: torch.rand(WIDTH)),
     "torch.set_rng_state": lambda: _drawn_again(torch.get_rng_state, torch.set_rng_state, lambda: torch.rand(WIDTH)),
     "torch.random.fork_rng": _forked,
     "torch.Generator": lambda: torch.rand(WIDTH, generator=TORCH),
-    "torch.Generator, normal_": lambda: torch.empty(WIDTH).normal_(generator=TORCH),
-    "torch.Generator, made here": lambda: torch.rand(WIDTH, generator=torch.Generator().manual_seed(1)),
     "all": lambda: torch.rand(WIDTH) + np.random.rand() + random.random() + torch.rand(WIDTH) + np.random.rand(),
 }
 UNSEEDED: dict[str, Callable[[], Any]] = {
     "secrets.randbelow": lambda: secrets.randbelow(10**9),
-    "secrets.token_bytes": lambda: int.from_bytes(secrets.token_bytes(4), "little"),
     "random.SystemRandom": lambda: random.SystemRandom().random(),
-    "random.Random without a seed": lambda: random.Random().random(),
     "np.random.default_rng without a seed": lambda: np.random.default_rng().random(),
-    "os.urandom": lambda: int.from_bytes(os.urandom(4), "little"),
 }
 """Draws that differ in each call, whatever was seeded."""
 
