@@ -126,20 +126,6 @@ def test_sizes_that_change_make_no_more_sessions():
     ran(backend)
 
 
-def test_a_segment_that_pytorch_runs_keeps_no_session():
-    layer, x = Layer(width=24), torch.randn(5, 24)
-    call, backend = compiled(layer)
-    gc.collect()
-    before = sessions.count()
-    call(x).sum().backward()
-    trials = [segment.trial for graph in backend.engine.graphs for segment in graph.segments]
-    assert sessions.count() - before == len(trials) > 0
-    for trial in trials:
-        trial.runner = Runner.TORCH
-    call(x).sum().backward()
-    assert sessions.count() == before
-
-
 def test_a_segment_left_to_pytorch_at_an_earlier_start_gets_no_session_and_no_check(monkeypatch, tmp_path):
     monkeypatch.setenv("ORT_ZERO_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(dynamo_backend, "_trials", {})

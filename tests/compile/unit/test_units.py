@@ -81,11 +81,6 @@ def test_a_pattern_without_a_match_is_refused():
         find_units(Model(), exclude=["layers.*"])
 
 
-def test_nested_blocks_belong_to_the_outermost():
-    stages = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
-    assert paths(nn.Sequential(nn.Linear(4, 4), stages)) == ["0", "1.0", "1.1"]
-
-
 class Doubling(UnitRunner):
     """A compilation that doubles results, until PyTorch runs the unit."""
 
