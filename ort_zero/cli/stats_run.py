@@ -7,6 +7,8 @@ import json
 import os
 import re
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,10 @@ def add_run(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         help="start both runs again, up to the step where they begin to differ, and name the first operator of this "
         "module whose results differ; auto: of the module in the verdict",
     )  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=positive, default=600, metavar="SECONDS",
+        help="end a run whose ranks begin no step for so long, and name where each rank waits (default: 600)",
+    )  # fmt: skip
     parser.add_argument("--output", default="stats_run", metavar="DIR", help="new or empty folder (default: stats_run)")
     parser.add_argument("--html", metavar="FILE", help="also write a report to look at, one file that opens offline")
     parser.set_defaults(command="stats run", work=_run)
@@ -160,7 +166,7 @@ def _run(args: argparse.Namespace) -> int:
 
         def start(name: str, folder: str, **request: Any) -> None:
             words, variant = runs[name]
-            asked = {"steps": args.steps, "module": module, "operators": False, **request}
+            asked = {"steps": args.steps, "timeout": args.timeout, "module": module, "operators": False, **request}
             asked["ranks"] = ranks if variant.ranks else None
             _start(commands[name], args, output / folder, words, variant, asked)
             bar.update()
@@ -212,7 +218,7 @@ def _start(
     """Run the script once, and keep its log, and its statistics or what else is asked for.
 
     Raises:
-        ScriptError: it failed, or called no model that trains.
+        ScriptError: it failed, made no progress, or called no model that trains.
         ConfigError: it cannot do what is asked for.
     """
     from ort_zero.statistics.files import open_run
@@ -224,6 +230,7 @@ def _start(
         {
             "output_dir": str(folder.absolute()), "changes": change.config, "autocast": change.autocast, **asked
         },
+        _unless_stuck(f"{args.script}, run {words}", folder.with_suffix(".stacks"), args.timeout),
         environment={"PYTHONHASHSEED": "0", **change.environment},
         log=log,
     )  # fmt: skip
@@ -236,3 +243,37 @@ def _start(
     only_config = change.config.keys() - _WITHOUT_SECTION and change == Change(config=change.config)
     if only_config and not open_run(folder).manifest.get("ds_config"):
         raise ConfigError(f"{args.script} gives no config to DeepSpeed, so {change} changes nothing: use --env")
+
+
+def _unless_stuck(run: str, stacks: Path, seconds: int) -> Callable[[list[Any]], bool]:
+    """Return a function that tells from the ranks' reports whether a run is done, and raises once it is stuck.
+
+    A run is stuck when no rank of this machine has begun a step for so many seconds. A rank that reports nothing, since
+    it never called the model, has as much time again.
+    """
+    stuck_since: list[float] = []
+
+    def is_done(reports: list[Any]) -> bool:
+        stuck = [report["stuck"] for report in reports if "stuck" in report]
+        if not stuck:
+            stuck_since.clear()
+            return any(reports)
+        stuck_since.append(time.monotonic())
+        missing = stuck[0]["ranks"] - len(stuck)
+        if missing and stuck_since[-1] - stuck_since[0] < seconds:
+            return False
+        stacks.write_text("\n".join(f"rank {each['rank']}\n{each['stack']}" for each in stuck), encoding="utf-8")
+        silent = [f"{missing} of {stuck[0]['ranks']} ranks: never called the model"] if missing else []
+        raise script_process.ScriptError(
+            f"{run}, began no step for {seconds} s and was ended; the stacks of its ranks are in {stacks}",
+            [*map(_where, stuck), *silent],
+        )
+
+    return is_done
+
+
+def _where(position: dict[str, Any]) -> str:
+    """Return where a rank that begins no step is, in one line."""
+    module = f", in {position['module'] or 'the model'}" if position["module"] is not None else ""
+    wait = f"waits in {position['collective']}" if position["collective"] else "takes part in no collective"
+    return f"rank {position['rank']}: step {position['step']}{module}: {wait}: {position['line']}"

@@ -8,13 +8,20 @@ import functools
 import inspect
 import json
 import random
-from collections.abc import Callable
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ort_zero import env
 from ort_zero.utils.patching import Patch, defined_in
 
+_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+"""Ends of the paths of torch's files with collectives."""
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
@@ -72,7 +79,52 @@ def _collect(model: Any, asked: dict[str, Any]) -> None:
     collected: SubscriberBase = StatisticsSubscriber(folder, end_step=steps)
     if asked["operators"]:
         collected = OperatorRecorder(folder, module, steps - 1)
-    GlobalSubscriberManager.subscribe(model, [collected, End()])
+    subscribed = GlobalSubscriberManager.subscribe(model, [collected, End()])
+    threading.Thread(target=_tell_where, args=(subscribed, steps, asked["timeout"]), daemon=True).start()
+
+
+def _tell_where(subscribed: Any, end_step: int, seconds: float) -> None:
+    """Report where this rank is, once it has begun no step for so many seconds; take that back when it begins one."""
+    step, begun, told = -1, time.monotonic(), False
+    while subscribed.step < end_step:
+        now = time.monotonic()
+        if subscribed.step != step:
+            step, begun = subscribed.step, now
+            if told:
+                env.answer(env.STATISTICS, {})
+            told = False
+        elif now - begun > seconds and not told:
+            env.answer(env.STATISTICS, {"stuck": {"step": step, **_position(subscribed.calls.running)}})
+            told = True
+        time.sleep(min(seconds / 4, 1.0))
+
+
+def _position(call: Any) -> dict[str, Any]:
+    """Return where this rank is: the module of a running call, the collective, the user's line, the whole stack.
+
+    The main thread's stack counts, unless another thread alone waits in a collective, as autograd's threads do.
+    """
+    frames = sys._current_frames()
+    here = threading.main_thread().ident
+    order = sorted((number for number in frames if number != threading.get_ident()), key=lambda number: number != here)
+    stacks = [traceback.extract_stack(frames[number]) for number in order]
+    stack = next((each for each in stacks if _collective_in(each)), stacks[0])
+    libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+    lines = [f for f in stack if not f.filename.startswith(("<", *libraries, str(Path(__file__).parents[1])))]
+    line = (lines or stack)[-1]
+    return {
+        "rank": env.rank(),
+        "ranks": env.local_world_size(),
+        "module": None if call is None else call.path,
+        "collective": _collective_in(stack),
+        "line": f"{line.filename}:{line.lineno} in {line.name}: {line.line}",
+        "stack": "".join(traceback.format_list(stack)),
+    }
+
+
+def _collective_in(stack: Iterable[traceback.FrameSummary]) -> str | None:
+    """Return the name of the function of torch.distributed's collectives that a stack is in."""
+    return next((frame.name for frame in stack if frame.filename.endswith(_COLLECTIVES)), None)
 
 
 def _require_module(model: Any, wanted: str) -> None:

@@ -96,7 +96,7 @@ def run_with_request(
         variable: name of the environment variable that names the request file.
         request: what the file asks for; ``"report"`` is added, the path to which rank n adds ``.n``.
         is_done: returns whether the reports so far are complete, by default whether there is one; asked twice a second.
-            A script that continues after that is ended after :data:`GRACE_SECONDS`.
+            A script that continues after that is ended after :data:`GRACE_SECONDS`. What it raises ends the script.
         environment: more variables for the script.
         log: file for what the script prints; None keeps the last lines alone.
     """

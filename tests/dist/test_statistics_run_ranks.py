@@ -140,3 +140,44 @@ def test_a_global_batch_that_the_ranks_cannot_share_is_refused(run):
 
 def test_ranks_without_a_launcher_that_counts_are_refused(run):
     assert "does not say how many ranks" in run("--ranks", "1", launcher="torchrun --nnodes 2 --nproc_per_node")
+
+
+EXPERTS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+group = dist.new_group([0, 1])
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.expert, self.calls = nn.Linear(16, 16), 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 3 and dist.get_rank() == 1:
+            return x  # this rank has no token for the others
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x.detach(), group=group)
+        return self.expert(received)
+
+model = nn.Sequential(nn.Linear(16, 16), Experts(), nn.Linear(16, 1))
+for step in range(100):
+    model(torch.randn(8, 16)).mean().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
+    model.zero_grad()
+"""
+
+
+def test_ranks_that_wait_in_different_collectives_are_named(tmp_path, capsys):  # DeepSpeed 5794
+    script = tmp_path / "experts.py"
+    script.write_text(EXPERTS)
+    options = ["--env", "NONE=1", "--timeout", "5", "--launcher", f"{TORCHRUN} 2", "--output", str(tmp_path / "runs")]
+    assert cli.main(["stats", "run", *options, str(script)]) == 2
+    lines = [line.removeprefix("  | ") for line in capsys.readouterr().err.splitlines()]
+    assert "run as it is, began no step for 5 s" in lines[-1]
+    assert lines[-3].startswith("rank 0: step 2, in 1: waits in all_to_all_single: ")
+    assert lines[-2].startswith("rank 1: step 2: waits in all_reduce: ") and "experts.py:" in lines[-2]

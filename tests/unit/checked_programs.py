@@ -405,9 +405,18 @@ def untied_before_training(folder):
 # --- replicas: one process stands for two ranks -----------------------------------------------------------------------
 
 
-def replicas(folder: Path, disturb=None, wrapped: bool = True, same_data: bool = False, steps: int = STEPS) -> None:
-    """Train two replicas with averaged gradients; `disturb` is called with step and models after the average."""
+def replicas(folder: Path, disturb=None, wrapped: bool = True, same_data: bool = False, sharded: bool = False) -> None:
+    """Train two replicas with averaged gradients; `disturb` is called with step and models after the average.
+
+    `sharded`: each model has other linear layers, as under tensor parallelism, and shares a norm alone.
+    """
     models = [Net(), Net()]
+    for rank, model in enumerate(models):
+        if sharded:
+            model.norm = nn.LayerNorm(32)
+            for parameter in {*model.parameters()} - {*model.norm.parameters()}:
+                parameter.tensor_model_parallel = True
+                nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(rank))
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
     sessions = []
     for rank, model in enumerate(models):
@@ -415,12 +424,12 @@ def replicas(folder: Path, disturb=None, wrapped: bool = True, same_data: bool =
             remember(model, data_parallel=wrapped)
             sessions.append(collect(model, folder))
             model(torch.zeros(2, 16))  # opens the file
-    for step in range(steps):
+    for step in range(STEPS):
         for rank, model in enumerate(models):
             generator = torch.Generator().manual_seed(10 * step + (0 if same_data else rank))
             logits = model(torch.randn(8, 16, generator=generator))
             F.cross_entropy(logits, torch.randint(0, 4, (8,), generator=generator)).backward()
-        for one, two in zip(*(model.parameters() for model in models)):
+        for one, two in zip(*((model.norm if sharded else model).parameters() for model in models)):
             one.grad = (one.grad + two.grad) / 2
             two.grad = one.grad.clone()
         if disturb is not None:
@@ -462,8 +471,17 @@ def replicas_that_begin_apart(folder):
         replicas(folder)
 
 
-@fault("replicas apart", "may have drifted apart", 3, "first.weight", certain=False)
+@fault("replicas apart", "tensor-parallel ranks share", 3, "norm.weight")
 def norms_out_of_step(folder):  # DeepSpeed 1801
+    def clip(step, models):
+        if step == 1:
+            models[1].norm.weight.grad.mul_(0.5)
+
+    replicas(folder, clip, wrapped=False, same_data=True, sharded=True)
+
+
+@fault("replicas apart", "may have drifted apart", 3, "first.weight", certain=False)
+def weights_of_unknown_replicas(folder):
     replicas(folder, lambda step, models: models[1].first.weight.grad.mul_(2) if step == 1 else None, wrapped=False)
 
 
@@ -475,6 +493,16 @@ def sampler_that_ignores_ranks(folder):
 @healthy
 def two_replicas(folder):
     replicas(folder)
+
+
+@healthy
+def tensor_parallel(folder):
+    replicas(folder, wrapped=False, same_data=True, sharded=True)
+
+
+@healthy
+def tensor_parallel_in_a_wrapper(folder):
+    replicas(folder, same_data=True, sharded=True)
 
 
 @healthy

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.seconds
 """Each test starts a script twice."""
 
 SCRIPT = """
-import os, sys
+import os, sys, time
 import torch
 from torch import nn
 
@@ -40,6 +40,8 @@ for step in range(int(sys.argv[1])):
     print("step", step)
     if step == 1 and "FAIL" in os.environ:
         raise ValueError("no more data")
+    if step == 1 and "HANG" in os.environ:
+        time.sleep(1000)
 """
 
 
@@ -136,6 +138,15 @@ def test_a_run_that_fails_is_named_with_its_last_lines(script, capsys):
     *lines, last = capsys.readouterr().err.splitlines()
     assert "run with FAIL=1, ended with status 1" in last and "b.log" in last
     assert lines[-1].strip() == "| ValueError: no more data"
+
+
+def test_a_run_that_hangs_is_ended_and_named_with_its_line(script, capsys):
+    assert run(script, "--env", "HANG=1", "--timeout", "4", "--", "5") == 2
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert "run with HANG=1, began no step for 4 s" in last and last.endswith("runs/b.stacks")
+    line = next(number for number, code in enumerate(SCRIPT.splitlines(), 1) if "sleep" in code)
+    where = f"rank 0: step 1: takes part in no collective: {script}:{line} in <module>: time.sleep(1000)"
+    assert lines[-1].endswith(where) and "time.sleep(1000)" in (script.parent / "runs/b.stacks").read_text()
 
 
 @pytest.mark.parametrize(

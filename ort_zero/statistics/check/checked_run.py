@@ -90,7 +90,7 @@ def _not_recorded(history: History) -> list[str]:
         notes.append("ZeRO's optimizer holds flat copies: its gradients are not recorded by parameter")
     if any(record.partitioned for record in records):
         notes.append("ZeRO-3: each rank's shards are recorded, which replicas do not share")
-    if len(history.ranks) > 1 and not history.data_parallel:
+    if len(history.ranks) > 1 and not (history.data_parallel or history.sharded):
         notes.append("the ranks are not known to be replicas: differences between them are hints")
     return notes
 

@@ -73,6 +73,10 @@ CERTAIN: dict[str, tuple[str, str, str, str]] = {
         _APART, "parameter", "the parameter differs between data-parallel ranks", _CALL_THE_WRAPPER),
     "gradients apart": (
         _APART, "backward", "the gradient in the optimizer differs between data-parallel ranks", _CALL_THE_WRAPPER),
+    "shared apart": (
+        _APART, "parameter", "tensor-parallel ranks share the parameter, and it differs between them",
+        "make the optimizer's update the same on all ranks: gradients, clipping, weight decay; then copy one rank's",
+    ),
     "unchanged": (
         _NO_UPDATE, "update", "the parameter has a gradient and a learning rate, and does not change",
         "raise its learning rate, and look at what resets the parameter",

@@ -95,12 +95,15 @@ class History:
     """The records of each rank, in the order of steps."""
     data_parallel: bool
     """Whether all ranks are known to be replicas: DistributedDataParallel, or DeepSpeed without other parallelism."""
+    sharded: frozenset[str]
+    """Parameters of which tensor or expert parallelism gives each rank another part; others are replicas."""
     parameters_recorded: bool
 
 
 def read_history(run: Run, progress: bool = False) -> History:
     """Read the steps that all ranks have."""
     ranks = []
+    sharded = frozenset(run.manifest.get("sharded", ()))
     with bar(len(run.ranks) * len(run.info.steps), "reading", "step", shown=progress) as shown:
         for rank in run.ranks:
             records: list[StepRecord] = []
@@ -113,7 +116,8 @@ def read_history(run: Run, progress: bool = False) -> History:
             ranks.append(records)
     return History(
         ranks=ranks,
-        data_parallel=bool(run.manifest.get("data_parallel")),
+        data_parallel=bool(run.manifest.get("data_parallel")) and not sharded,
+        sharded=sharded,
         parameters_recorded=run.manifest["parameter_statistics"] != "off",
     )
 

@@ -110,20 +110,22 @@ def skipped_steps(history: History, steps: int = 40) -> Iterator[Finding]:
 
 
 def replicas_apart(history: History, same_norm: float = 1e-4) -> Iterator[Finding]:
-    """Report parameters, and gradients in optimizers, that differ between data-parallel ranks.
+    """Report parameters, and gradients in optimizers, that differ between ranks that should share them.
 
     Threshold: parameters are equal in every bit, norms of gradients within 1e-4, since processors may sum in another
-    order. Where ranks are not known to be replicas, parameters that were equal at first may have drifted apart.
+    order. Where ranks are not known to be replicas, parameters that were equal at first may have drifted apart. It is
+    certain where other parameters are sharded by tensor parallelism, and the ranks compute on the same batch.
     """
     first = history.ranks[0]
     for other in history.ranks[1:]:
+        is_tensor_parallel = history.sharded and first[0].inputs and first[0].inputs == other[0].inputs
+        rule = "shared apart" if is_tensor_parallel else "drifted apart"
         for mine, theirs in zip(first, other):
-            shared = set(mine.facts.parameters) & set(theirs.facts.parameters) - mine.partitioned
+            shared = set(mine.facts.parameters) & set(theirs.facts.parameters) - mine.partitioned - history.sharded
             apart = sorted(name for name in shared if not _same_digest(mine, theirs, name))
             if not history.data_parallel:
                 apart = [name for name in apart if _same_digest(first[0], other[0], name)]
-            rule = "parameters apart" if history.data_parallel else "drifted apart"
-            yield from (found(rule, theirs, name) for name in apart)
+            yield from (found("parameters apart" if history.data_parallel else rule, theirs, name) for name in apart)
             unequal = sorted(_unequal_gradients(mine, theirs, same_norm)) if history.data_parallel and not apart else []
             yield from (found("gradients apart", theirs, name) for name in unequal)
             if apart or unequal:

@@ -67,6 +67,7 @@ def manifest_of(model: torch.nn.Module, start_step: int, end_step: int | None, p
         "model": type(model).__name__,
         "model_digest": digest,
         "parameters": shapes,
+        "sharded": [clean_path(name) for name, parameter in model.named_parameters() if _is_sharded(parameter)],
         "parameter_statistics": parameters,
         "start_step": start_step,
         "end_step": end_step,
@@ -80,6 +81,17 @@ def manifest_of(model: torch.nn.Module, start_step: int, end_step: int | None, p
             if name.startswith(_NUMERIC_VARIABLES) and not name.endswith("_DIR")
         },
     }
+
+
+def _is_sharded(parameter: Any) -> bool:
+    """Return True for a parameter of which each rank has another part, or another expert, as its attributes say.
+
+    The attributes are those of Megatron's and DeepSpeed's layers and of DTensor.
+    """
+    flags = (getattr(parameter, name, False) is True for name in ("tensor_model_parallel", "model_parallel"))
+    placements = getattr(parameter, "placements", ())
+    is_expert = getattr(parameter, "allreduce", True) is False
+    return is_expert or any(flags) or any(not placement.is_replicate() for placement in placements)
 
 
 def _torch_settings() -> dict[str, Any]:
