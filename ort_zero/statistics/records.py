@@ -152,6 +152,10 @@ class Facts:
     """Digest of this rank's part of each parameter; of a frozen one, of a sample."""
     random: dict[str, str] = field(default_factory=dict)
     """Digests of the states of random number generators."""
+    drawn: dict[str, str] = field(default_factory=dict)
+    """The function that draws random numbers in an evaluation, by the path of the module that calls it."""
+    workers: int = 0
+    """Number of workers of the data loader that yielded a batch since the last step; 0 unless it was one batch."""
     updates: list[OptimizerStep] = field(default_factory=list)
     """The optimizer steps between this step and the next."""
     lines: list[str] = field(default_factory=list)

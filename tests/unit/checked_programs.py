@@ -347,14 +347,31 @@ def spectral_norm_before_any_training(folder):  # PyTorch 51800
     session.remove()
 
 
-@fault("mode", "another result", 1, certain=False)
-def dropout_that_ignores_the_mode(folder):  # transformers 33844
-    model = Net(lambda x, call: F.dropout(x, 0.5)).eval()
-    session = collect(model, folder)
+def evaluate_only(folder: Path, model: nn.Module, same_batch: bool = False):
+    session = collect(model.eval(), folder)
     with torch.no_grad():
-        for _ in range(3):
-            model(torch.ones(4, 16))
+        for _, x, _ in batches(4):
+            model(torch.ones(4, 16) if same_batch else x)
     session.remove()
+
+
+@fault("mode", "dropout is active in evaluation mode", 1, "middle")
+def dropout_that_ignores_the_mode(folder):  # transformers 33844
+    evaluate_only(folder, Net(lambda x, call: F.dropout(x, 0.5)))
+
+
+@fault("mode", "dropout is active in evaluation mode", 1, "middle")
+def attention_dropout_that_ignores_the_mode(folder):  # transformers 33844
+    def attend(x, call):
+        x = x.view(1, 8, 32)
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.1).view(8, 32)
+
+    evaluate_only(folder, Net(attend))
+
+
+@fault("mode", "another result", 1, certain=False)
+def mean_over_masks_of_dropout(folder):
+    evaluate_only(folder, Net(lambda x, call: F.dropout(x, 0.5)), same_batch=True)
 
 
 @fault("mode", "which may be meant", 0, certain=False)
@@ -367,14 +384,46 @@ def evaluation_in_training_mode(folder):
     session.remove()
 
 
-@fault("data", "follows itself", 1, certain=False)
+class Drawn(torch.utils.data.Dataset):
+    """Draws each sample from a generator of which every worker process gets a copy."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(0)
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return self.generator.standard_normal(16, np.float32), index % 4
+
+
+class Shared(torch.utils.data.IterableDataset):
+    """Reads all samples in every worker process."""
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        return ((torch.randn(16, generator=generator), 0) for _ in range(32))
+
+
+def train_on(folder: Path, dataset, **options):
+    loaded = iter(torch.utils.data.DataLoader(dataset, batch_size=8, num_workers=2, **options))
+    train(folder, Net(), before=lambda step, x, y: next(loaded))
+
+
+@fault("data", "workers of a data loader yield equal batches", 1)
 def workers_that_draw_the_same_numbers(folder):  # Stack Overflow 67180955
-    model = Net()
+    train_on(folder, Drawn())
 
-    def of_two_workers(step, x, y):
-        return torch.from_numpy(np.random.default_rng(step // 2).standard_normal((8, 16), np.float32)), y
 
-    train(folder, model, before=of_two_workers)
+@fault("data", "workers of a data loader yield equal batches", 1)
+def workers_that_read_the_same_shard(folder):
+    train_on(folder, Shared())
+
+
+@fault("data", "follows itself", 1, certain=False)
+def each_batch_twice(folder):
+    every = list(batches())
+    train(folder, Net(), before=lambda step, x, y: every[step // 2][1:])
 
 
 @fault("data", "every label of the batch is -100", 2)
@@ -846,6 +895,19 @@ def linear_regression(folder):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     line = {"before": lambda step, x, y: (x[:, :1], 3 * x[:, :1] + 2), "loss_of": F.mse_loss}
     train(folder, model, optimizer, **line)
+
+
+@healthy
+def workers_with_generators_of_their_own(folder):
+    def seed(worker):
+        torch.utils.data.get_worker_info().dataset.generator = np.random.default_rng(worker)
+
+    train_on(folder, Drawn(), worker_init_fn=seed)
+
+
+@healthy
+def samples_drawn_in_evaluation(folder):
+    evaluate_only(folder, Net(lambda x, call: x + torch.randn_like(x)))
 
 
 @healthy

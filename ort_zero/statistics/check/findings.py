@@ -107,12 +107,18 @@ CERTAIN: dict[str, tuple[str, str, str, str]] = {
         _MODE, "mode", "after an evaluation, training goes on in evaluation mode",
         "call model.train() after each evaluation",
     ),
+    "dropout in eval": (
+        _MODE, "mode", "dropout is active in evaluation mode", "pass p=0, or self.training, in evaluation mode"),
     "unfitted": (
         _MODE, "mode", "the module evaluates with statistics that no forward in training mode has computed",
         "run a forward in training mode first, or load trained statistics",
     ),
     "equal batches": (
         _DATA, "input", "data-parallel ranks train on the same batches", "use a DistributedSampler, or shard by rank"),
+    "equal workers": (
+        _DATA, "input", "the workers of a data loader yield equal batches",
+        "seed random generators in worker_init_fn; share an IterableDataset out by get_worker_info()",
+    ),
     "no labels": (
         _DATA, "input", "every label of the batch is -100, which losses ignore", "look at masking and truncation"),
     "untied": (_UNTIED, "parameter", "weights that were one tensor are two", _TIE),

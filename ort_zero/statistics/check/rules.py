@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, pairwise
+from itertools import combinations, groupby, pairwise
 
 from ort_zero.statistics.check.findings import Finding, found
 from ort_zero.statistics.check.history import History, StepRecord
@@ -266,24 +266,29 @@ def modes(history: History) -> Iterator[Finding]:
             trained = trained or (record.trains and facts.training)
 
 
-def not_repeatable(history: History) -> Iterator[Finding]:
-    """Report evaluations of one batch with the same parameters that give different results: a model may sample.
+def evaluations(history: History) -> Iterator[Finding]:
+    """Report dropout in evaluation mode, and evaluations of one batch that give different results.
 
-    Threshold: any bit.
+    Threshold: any bit. Who evaluates each batch once takes no mean over dropout's masks; others may want to.
     """
     for records in history.ranks:
-        for record, following in pairwise(records):
-            evaluates = not (record.facts.training or following.facts.training or record.updates)
-            same = record.inputs and record.inputs == following.inputs
-            if evaluates and same and record.facts.parameters == following.facts.parameters:
-                yield from [found("not repeatable", following)] if record.outputs != following.outputs else []
+        evaluated = [record for record in records if not (record.facts.training or record.trains or record.updates)]
+        repeated = [
+            (one, two) for one, two in pairwise(evaluated)
+            if one.inputs and one.inputs == two.inputs and one.facts.parameters == two.facts.parameters
+        ]  # fmt: skip
+        yield from (found("not repeatable", two) for one, two in repeated if one.outputs != two.outputs)
+        for record in evaluated if not repeated else ():
+            for name, function in record.facts.drawn.items():
+                if any(part in function for part in ("dropout", "attention", "attn")):
+                    yield found("dropout in eval", record, name, f"in {function}")
 
 
 def batches(history: History, steps: int = 3) -> Iterator[Finding]:
     """Report data-parallel ranks that train on equal batches, and batches that follow themselves.
 
     Threshold: 3 steps in a row on two ranks. A batch that follows itself, with an update between, may be meant; it is
-    reported if half of the batches do.
+    reported if half of the batches do. It is certain where each worker of a data loader yields the same batch.
     """
     for one, two in combinations(history.ranks, 2) if history.data_parallel else ():
         streak = 0
@@ -295,8 +300,20 @@ def batches(history: History, steps: int = 3) -> Iterator[Finding]:
     for records in history.ranks:
         trained = [record for record in _training(records) if record.updates and record.inputs]
         again = [second for first, second in pairwise(trained) if first.inputs == second.inputs]
-        if len(again) >= 2 and 2 * len(again) >= len(trained) - 1:
+        if of_workers := _batches_of_workers(trained):
+            yield found("equal workers", of_workers[0][1], value=f"{len(of_workers[0])} workers")
+        elif len(again) >= 2 and 2 * len(again) >= len(trained) - 1:
             yield found("same batch again", again[0])
+
+
+def _batches_of_workers(records: Sequence[StepRecord], rounds: int = 2) -> list[list[StepRecord]]:
+    """Return the groups of equal batches if all but the first and last have one batch of each of a loader's workers.
+
+    Threshold: 2 such groups. A repeated batch is not taken from the loader again, and data of one value has one group.
+    """
+    groups = [list(group) for _, group in groupby(records, key=lambda record: record.inputs)]
+    whole = [each for each in groups if {record.facts.workers for record in each[1:]} == {len(each)}]
+    return whole if len(whole) >= max(rounds, len(groups) - 2) else []
 
 
 def labels(history: History, steps: int = 3) -> Iterator[Finding]:
@@ -336,6 +353,6 @@ def ties(history: History) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     labels, not_finite, replicas_apart, ties, idle_optimizers, unchanged_parameters, frozen_parameters,
-    unused_parameters, learning_rates, large_updates, skipped_steps, dead_outputs, modes, not_repeatable, batches,
+    unused_parameters, learning_rates, large_updates, skipped_steps, dead_outputs, modes, evaluations, batches,
 )  # fmt: skip
 """Causes before their consequences: of findings in one step, the first is the verdict."""

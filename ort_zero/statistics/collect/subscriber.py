@@ -135,6 +135,11 @@ class StatisticsSubscriber(SubscriberBase):
                         listener = self._listener(order, path, name, weakref.ref(parameter))
                         self._gradient_handles[order] = parameter.register_hook(listener)
 
+    def post_forward_model_apply(self, step: int, model: torch.nn.Module, outputs: Any) -> None:
+        """End the forward of a step."""
+        if self._facts is not None:
+            self._facts.end()
+
     def forward_slot_apply(self, step: int, slot: TensorSlot, tensor: torch.Tensor) -> None:
         """Measure one tensor, or record the earlier row of the same tensor."""
         current = self._step(step)

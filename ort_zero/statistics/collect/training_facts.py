@@ -12,11 +12,13 @@ import torch
 import xxhash
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from ort_zero.compat.data_loading import count_batches, workers_of_one_batch
 from ort_zero.compat.deepspeed import local_part
 from ort_zero.statistics.collect.module_calls import clean_path
-from ort_zero.statistics.collect.subscribed_model import remembered
+from ort_zero.statistics.collect.subscribed_model import remembered, subscribed_model_of
 from ort_zero.statistics.collect.tensor_statistics import sampled
 from ort_zero.statistics.records import Facts, OptimizerStep
 
@@ -45,6 +47,10 @@ class FactsCollector:
         self._stale: set[str] = set()
         """Parameters whose stored gradient contains that of an earlier update."""
         self._handles: list[RemovableHandle] = []
+        self._facts = Facts()
+        self._draws: _Draws | None = None
+        """Finds what draws random numbers in an evaluation, once an evaluation has drawn some."""
+        count_batches()
         if with_parameters:
             before, after = (_observer(weakref.ref(self), with_closure) for with_closure in (False, True))
             self._handles += [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
@@ -71,16 +77,34 @@ class FactsCollector:
                     names.setdefault(id(parameter), []).append(name)
                 facts["tied"] = [group for group in names.values() if len(group) > 1]
             facts["untied"] = _untied(model, parameters)
-        return Facts(
+        self._facts = Facts(
             training=model.training,
             gradients=torch.is_grad_enabled(),
             moded=bool(moded),
             other_mode=[path for path, module in moded if module.training != model.training],
             unfitted=[path for path, module in modules if not module.training and _unfitted(module)],
             random=_random_states(),
+            workers=workers_of_one_batch(),
             updates=self._updates,
             **facts,
         )
+        if self._draws is not None and self._evaluates():
+            self._draws.begin(model, self._facts.drawn)
+        return self._facts
+
+    def end(self) -> None:
+        """End a step's forward. An evaluation that draws random numbers has the next one find out in which function.
+
+        Only then does a mode see each function: it would take time, and have a compiled part compiled again.
+        """
+        drawn = self._evaluates() and any(self._facts.random.get(k, v) != v for k, v in _generator_states().items())
+        if self._draws is not None:
+            self._draws.end()
+        elif drawn:
+            self._draws = _Draws()
+
+    def _evaluates(self) -> bool:
+        return not (self._facts.training or self._facts.gradients)
 
     def gradient_arrives(self, name: str, parameter: nn.Parameter) -> None:
         """Look at the stored gradient of a parameter, to which autograd is about to add a new one."""
@@ -125,6 +149,34 @@ class FactsCollector:
         )
         self._stale -= set(held)
         self._awaited |= set(held)
+
+
+class _Draws(TorchFunctionMode):
+    """Notes the functions that draw random numbers in modules in evaluation mode, during one step."""
+
+    _model: Any = None
+    _drawn: dict[str, str]
+    _is_over = False
+
+    def begin(self, model: nn.Module, drawn: dict[str, str]) -> None:
+        """Note functions by the path of the running module in `drawn`; does nothing in a second step."""
+        if self._model is None:
+            self._model, self._drawn = subscribed_model_of(model), drawn
+            self.__enter__()
+
+    def end(self) -> None:
+        """Note nothing any more."""
+        if self._model is not None and not self._is_over:
+            self._is_over = True
+            self.__exit__(None, None, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        before = _generator_states()
+        result = func(*args, **(kwargs or {}))
+        call = self._model.calls.running
+        if call is not None and not call.module.training and _generator_states() != before:
+            self._drawn.setdefault(call.path, getattr(func, "__name__", str(func)))
+        return result
 
 
 def _observer(reference: weakref.ref[FactsCollector], with_closure: bool) -> Any:
@@ -223,11 +275,15 @@ def _norms(tensors: list[torch.Tensor]) -> list[float]:
 
 def _random_states() -> dict[str, str]:
     numpy_state: Any = np.random.get_state()
-    states = {
-        "torch": xxhash.xxh3_64_hexdigest(torch.get_rng_state().numpy().data),
+    return {
+        **_generator_states(),
         "python": format(hash(random.getstate()[1]) & (1 << 64) - 1, "x"),
         "numpy": xxhash.xxh3_64_hexdigest(numpy_state[1].tobytes() + bytes(str(numpy_state[2:]), "ascii")),
     }
+
+
+def _generator_states() -> dict[str, str]:
+    states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = xxhash.xxh3_64_hexdigest(torch.cuda.get_rng_state().numpy().data)
-    return states
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {name: xxhash.xxh3_64_hexdigest(state.numpy().data) for name, state in states.items()}
