@@ -6,8 +6,10 @@ The readers :mod:`~ort_zero.checkpoint.format.manifest` (ort_zero's format) and
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -124,6 +126,15 @@ class ParamGroup:
     names: tuple[str, ...]
     options: Mapping[str, Any]
     """Hyper-parameters: lr, betas, eps, weight_decay, ... as JSON values."""
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyper-parameters that are JSON values; tuples as lists."""
+    plain = {}
+    for key, value in options.items():
+        with suppress(TypeError, ValueError, RecursionError):
+            plain[key] = json.loads(json.dumps(value))
+    return plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

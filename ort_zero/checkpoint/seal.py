@@ -15,6 +15,7 @@ from typing import Any
 
 from ort_zero.checkpoint.files import json_text
 from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.reads.checked_reads import check_record
 from ort_zero.checkpoint.records import File, Source
 from ort_zero.errors import CorruptCheckpointError
 
@@ -67,30 +68,25 @@ def _file(name: str, size: int, text: str, block: int) -> File:
 
 
 def with_seal(source: Source, folder: Folder) -> Source:
-    """Return the checkpoint with the checksums of its seal, if it has one."""
+    """Return the checkpoint with the checksums of its seal, if it has one.
+
+    The bytes that no reader of tensors compares are compared here: files without tensors, and headers.
+    """
     sealed = read_seal(folder)
     if sealed is None:
         return source
     for name in dict.fromkeys((*source.files, *sealed)):
-        problem = size_problem(folder, name, sealed) or _damage_before_values(source, folder, sealed[name])
+        problem = size_problem(folder, name, sealed)
         if problem:
             raise CorruptCheckpointError(problem)
+        end = sealed[name].size
+        if name in source.files:
+            has_header = name.endswith(".safetensors")
+            end = 8 + int.from_bytes(folder.read(name, 0, 8), "little") if has_header else 0
+        for record in sealed[name].records:
+            if record[0] < end:
+                check_record(folder, sealed[name], record, ())
     return replace(source, files={name: sealed[name] for name in source.files})
-
-
-def _damage_before_values(source: Source, folder: Folder, file: File) -> str | None:
-    """Return a sentence if a file's bytes without a checksum in the format are damaged: metadata, a header.
-
-    Every reader of tensors compares the rest.
-    """
-    end = file.size
-    if file.name in source.files:
-        is_safetensors = file.name.endswith(".safetensors")
-        end = 8 + int.from_bytes(folder.read(file.name, 0, 8), "little") if is_safetensors else 0
-    for start, length, crc in file.records:
-        if start < end and folder.crc32(file.name, start, start + length) != crc:
-            return f"{folder.path(file.name)} is damaged: bytes {start} to {start + length} are not as they were sealed"
-    return None
 
 
 def size_problem(folder: Folder, name: str, sealed: Mapping[str, File]) -> str | None:

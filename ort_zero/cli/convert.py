@@ -42,10 +42,15 @@ def run(args: argparse.Namespace) -> int:
 
 def text_of(report: ConvertReport) -> str:
     """Return the report as the lines that the command prints."""
-    origin = f"{report.source_format}, ZeRO-{report.source_stage}, {report.source_world_size} ranks"
-    form = f"{report.to}, ZeRO-{report.zero_stage}, {report.world_size} ranks"
+    origin = _form(report.source_format, report.source_stage, report.source_world_size)
+    form = _form(report.to, report.zero_stage, report.world_size)
     took = duration(report.bytes, report.seconds)
     lines = [f"source: {report.source} ({origin})", f"destination: {report.destination} ({form})"]
     lines.append(f"wrote {len(report.files)} files, {decimal_size(report.bytes)}, {took}, source checked")
     lines += [f"warning: {text}" for text in report.warnings]
     return "\n".join(lines)
+
+
+def _form(format_name: str, stage: int, world_size: int) -> str:
+    zero = "" if format_name == "dcp" else f", ZeRO-{stage}"
+    return f"{format_name}{zero}, {world_size} rank{'s' if world_size > 1 else ''}"

@@ -24,6 +24,7 @@ from ort_zero.checkpoint.conversions.conversion import Conversion
 from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.files.storage import LocalFolder, open_folder
 from ort_zero.checkpoint.finding import find_source
+from ort_zero.checkpoint.inspection.listing import list_checkpoints
 from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.records import MASTER, Optimizer, ParamGroup, Source
 from ort_zero.cli.main import main
@@ -311,6 +312,15 @@ def test_a_damaged_source_is_one_error_to_dcp_too(tmp_path):
     done = subprocess.run([sys.executable, "-m", "ort_zero", *command], capture_output=True, text=True)
     assert done.returncode in (1, 2) and "rank_00001_master.safetensors is damaged" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and "UserWarning" not in done.stderr
+
+
+def test_the_report_of_dcp_says_what_ls_says(tmp_path, capsys):
+    checkpoint_files.write(tmp_path / "ours" / "t", tag="t")
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "out"), "--to", "dcp"]) == 0
+    text = capsys.readouterr().out
+    assert f"{tmp_path / 'ours' / 't'} (ort_zero, ZeRO-1, 3 ranks)" in text and "t (dcp, 1 rank)" in text
+    (listed,) = list_checkpoints(str(tmp_path / "out"))
+    assert (listed.format, listed.world_size) == ("dcp", 1)
 
 
 @pytest.mark.parametrize("dtype", ["keep", "bf16"])

@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint import _nested_dict, _traverse
 
 from ort_zero.checkpoint import aggregate, list_checkpoints, verify
 from ort_zero.checkpoint.conversions.converting import convert
@@ -134,6 +135,7 @@ def state(*names: str, **options: Any) -> dict[str, Any]:
         {"model": {"w": A}, "net": {"w": B}},
         {"model": {"_orig_mod.w": A, "w": B}},
         {"model": {"w": A}, "optimizer_0": state("w"), "optimizer_1": state("w")},
+        {"model": {"w": A}, "optim": state("w", "_orig_mod.w")},
     ],
 )
 def test_two_values_with_one_meaning_are_refused(tmp_path, content):
@@ -157,6 +159,38 @@ def test_groups_of_two_optimizers_stay_apart_and_numbers_in_tensors_are_read(tmp
     assert [group.names for group in converted.optimizer.groups] == [("a",), ("b", "c")]
     assert any("no state of c" in note and "taken to be frozen" in note for note in source.notes)
     assert any("left out: model._extra_state.calls" in note for note in source.notes)
+
+
+@pytest.mark.parametrize("names", [["a", "b"], [0, 1]])
+@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])
+def test_param_groups_that_torch_2_3_pickled_whole_are_read(tmp_path, monkeypatch, names, lr):
+    monkeypatch.setattr(_nested_dict, "traverse_state_dict", _traverse.traverse_state_dict_v_2_3)
+    content = {"model": {"a": A, "b": A[0]}, "optim": state(*names, betas=(0.8, 0.9))}
+    content["optim"]["state"][names[1]] = {"exp_avg": B[0]}
+    content["optim"]["param_groups"].append({"params": [], "lr": lr})
+    dcp.save(content, checkpoint_id=tmp_path, no_dist=True)
+    keys = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert any(key.partition("param_groups")[2] in ("", ".0") for key in keys if "param_groups" in key)
+    source = find_source(str(tmp_path))
+    assert source.optimizer is not None
+    assert [(group.names, group.options) for group in source.optimizer.groups] == [
+        (("a", "b"), {"betas": [0.8, 0.9]}),
+        ((), {"lr": 0.5}),
+    ]
+    assert set(source.by_name("exp_avg")) == {"a", "b"} and not any("left out" in note for note in source.notes)
+
+
+@pytest.mark.parametrize("optimizer", ["optimizer", "chained_0.optimizer"])
+def test_megatrons_states_by_bucket_are_named_with_the_way_out(tmp_path, optimizer):
+    bucket = f"{optimizer}.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
+    states = {f"{bucket}.{kind}": torch.ones(16) for kind in ("exp_avg", "exp_avg_sq", "param")}
+    dcp.save({"decoder.weight": A, f"{optimizer}.odd": A, **states}, checkpoint_id=tmp_path, no_dist=True)
+    source = find_source(str(tmp_path))
+    assert [tensor.name for tensor in source.tensors] == ["decoder.weight"]
+    (note,) = (note for note in source.notes if "dp_reshardable" in note)
+    assert "save with --dist-ckpt-optim-fully-reshardable" in note and all(key in note for key in states)
+    (note,) = (note for note in source.notes if "or are no numbers, are left out" in note)
+    assert note.endswith(f": {optimizer}.odd")
 
 
 @pytest.mark.parametrize(

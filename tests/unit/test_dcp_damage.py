@@ -141,10 +141,14 @@ def test_a_damaged_number_of_the_optimizer_is_no_step(tmp_path):
 
 
 def test_a_file_too_many_is_a_problem_and_a_left_out_value_a_note(saved):
-    (saved / "__9_0.distcp").write_bytes(b"rest")
-    report = verify(str(saved))
-    assert ["__9_0.distcp is one too many" in text for text in report.problems] == [True]
-    (saved / "__9_0.distcp").unlink()
+    for name, says in (
+        ("__9_0", "; a save on more ranks than this one's 1, perhaps an interrupted one, left it; remove it"),
+        ("__0_9", ""),
+    ):
+        (saved / f"{name}.distcp").write_bytes(b"rest")
+        (problem,) = verify(str(saved)).problems
+        assert f"{name}.distcp is one too many: the metadata do not name it" in problem and says in problem
+        (saved / f"{name}.distcp").unlink()
     report = verify(str(saved))
     assert report.ok and report.tensors == 3 and any("left out: epoch" in note for note in report.notes)
 
@@ -249,6 +253,11 @@ FIRST = "shard-00001-model-00001-of-00001.safetensors"
                 folder / "model_world_size_2_rank_0.pt", folder / "model_world_size_2_rank_2.pt"
             ),
             "model_world_size_2_rank_2.pt is one too many: 2 ranks saved",
+        ),
+        (
+            ranks,
+            lambda folder: torch.save({}, folder / "optim_world_size_4_rank_3.pt"),
+            r"files of saves of \[2, 4\] ranks; all files of \[2\] are there: move those of the other saves",
         ),
         (
             lambda folder: torch.save({}, folder.mkdir() or folder / f"model_world_size_{1 << 60}_rank_0.pt"),

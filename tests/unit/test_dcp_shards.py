@@ -10,6 +10,7 @@ import pytest
 
 from ort_zero.checkpoint.dcp.blocks import Block, pieces_of_blocks
 from ort_zero.checkpoint.dcp.names import OPTION, OTHER, STATE, WEIGHT, Meaning, meanings
+from ort_zero.errors import CorruptCheckpointError
 
 
 def block(tensor: np.ndarray, files: dict[str, bytes], begin: tuple[int, ...], end: tuple[int, ...]) -> Block:
@@ -92,7 +93,7 @@ def test_blocks_that_form_no_grid_are_the_tensor():
     ],
 )
 def test_holes_and_overlaps_are_named(blocks, says):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(CorruptCheckpointError, match=says):
         pieces_of_blocks((4, 3), [Block(offsets, sizes, "f", 0) for offsets, sizes in blocks], 4)
 
 

@@ -81,7 +81,7 @@ ALLOWED: dict[str, set[str]] = {
                              "compat", "errors", "utils"},
     "checkpoint.dcp": {"checkpoint.files", "checkpoint.model_files", "checkpoint.pieces", "checkpoint.records",
                        "checkpoint.restricted_pickle", "checkpoint.torch_file", "errors", "utils"},
-    "checkpoint.seal": {"checkpoint.files", "checkpoint.records", "errors"},
+    "checkpoint.seal": {"checkpoint.files", "checkpoint.reads", "checkpoint.records", "errors"},
     "checkpoint.finding": {"checkpoint.dcp", "checkpoint.deepspeed", "checkpoint.files", "checkpoint.format",
                            "checkpoint.records", "checkpoint.seal",
                            "errors", "utils"},

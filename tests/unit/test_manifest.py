@@ -15,7 +15,7 @@ from damage import sign
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint import aggregate, verify
-from ort_zero.checkpoint.files.storage import open_folder
+from ort_zero.checkpoint.files.storage import LocalFolder, open_folder
 from ort_zero.checkpoint.finding import find, find_source
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.pieces import CHECK_BYTES, PieceRuns, check_cover, overlaps, run_of
@@ -237,7 +237,9 @@ def test_every_command_reads_runs(tag, tmp_path):
             assert name == "none" or torch.equal(moments[f"{kind}/{name}"], values(kind, name).view(shape))
 
 
-def test_any_range_is_read_from_the_pieces_that_hold_it(tag):
+@pytest.mark.parametrize("block", [16, LocalFolder.block])
+def test_any_range_is_read_from_the_pieces_that_hold_it(tag, monkeypatch, block):
+    monkeypatch.setattr(LocalFolder, "block", block)
     source = find_source(str(tag))
     reader = CheckedReader(open_folder(tag), source.files)
     for tensor in source.tensors:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 from ort_zero.checkpoint.aggregation.aggregation_plan import OPTIMIZER_JSON, SOURCE
-from ort_zero.checkpoint.files import dtypes, json_text, safetensors_header
+from ort_zero.checkpoint.files import json_text, safetensors_header
 from ort_zero.checkpoint.files.allowed_names import is_plain_name
 from ort_zero.checkpoint.files.storage import Folder, open_folder
 from ort_zero.checkpoint.records import WEIGHT, File, Piece, Source, Tensor
@@ -81,13 +80,5 @@ def _tensor(folder: Folder, name: str, entry: safetensors_header.HeaderEntry) ->
     kind, key = WEIGHT, entry.name
     if name.startswith(_OPTIMIZER) and (folder.exists(OPTIMIZER_JSON) or name == f"{_OPTIMIZER}{END}") and "/" in key:
         kind, _, key = key.partition("/")
-    shape = entry.shape
-    is_valid = isinstance(entry.dtype, str) and dtypes.is_dtype_code(entry.dtype)
-    is_valid = is_valid and all(type(size) is int and size >= 0 for size in shape)
-    if not is_valid or math.prod(shape) * dtypes.itemsize(entry.dtype) != entry.nbytes:
-        raise CorruptCheckpointError(
-            f"{folder.path(name)} is damaged: {entry.name} has {entry.nbytes} bytes, its shape is {list(shape)} of "
-            f"{entry.dtype}"
-        )
     pieces = (Piece(name, entry.offset, entry.nbytes, 0),) if entry.nbytes else ()
-    return Tensor(name=key, kind=kind, dtype=entry.dtype, shape=tuple(shape), pieces=pieces)
+    return Tensor(name=key, kind=kind, dtype=entry.dtype, shape=entry.shape, pieces=pieces)

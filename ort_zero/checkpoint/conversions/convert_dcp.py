@@ -30,59 +30,57 @@ _DECOUPLED = "decoupled_weight_decay"
 class _Planner(DefaultSavePlanner):
     """A planner that reads a tensor when torch writes it."""
 
-    def __init__(self, work: Conversion, stored: dict[int, Tensor]):
+    def __init__(self, work: Conversion):
         super().__init__()
-        self._work, self._stored = work, stored
+        self._work = work
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
         """Return the values of a tensor; everything else as torch does."""
-        if not isinstance(object, torch.Tensor) or not object.is_meta:
+        stored = getattr(object, "stored", None)
+        if stored is None:
             return super().transform_object(write_item, object)
-        tensor = self._stored[id(object)]
-        values = torch.empty(tensor.elements, dtype=object.dtype)
-        self._work.reader.read([ReadRequest(tensor, values)])
-        return values.view(tensor.shape)
+        values = torch.empty(object.numel(), dtype=object.dtype)
+        self._work.reader.read([ReadRequest(stored, values)])
+        return values.view(object.shape)
 
 
 def write(work: Conversion) -> None:
     """Write weights and optimizer states as a checkpoint of ``torch.distributed.checkpoint``; one rank calls."""
     if not isinstance(work.target, LocalFolder):
         raise CheckpointError(f"{work.target.path()} is remote; --to dcp writes local folders, which can be copied")
-    source, stored = work.source, dict[int, Tensor]()
-
-    def holder(tensor: Tensor) -> torch.Tensor:
-        dtype = torch_dtype(tensor.dtype)
-        is_weight = tensor.kind in (MASTER, WEIGHT) and is_floating(tensor.dtype)
-        if is_weight and work.new.dtype is not None:
-            dtype = torch_dtype(work.new.dtype)
-        result = torch.empty(tensor.shape, dtype=dtype, device="meta")
-        stored[id(result)] = tensor
-        return result
-
-    weights = {name: holder(tensor) for name, tensor in source.weights().items()}
-    weights |= {name: holder(source.weights()[kept]) for name, kept in source.aliases.items()}
-    state: dict[str, Any] = {"model": weights}
-    if source.optimizer is not None:
-        state["optim"] = {"state": _states(work, holder), "param_groups": _groups(work)}
+    weights = work.source.weights()
+    names = {**{name: name for name in weights}, **work.source.aliases}
+    state: dict[str, Any] = {"model": {name: _holder(work, weights[kept]) for name, kept in names.items()}}
+    if work.source.optimizer is not None:
+        state["optim"] = {"state": _states(work), "param_groups": _groups(work)}
     writer = FileSystemWriter(work.target.url, single_file_per_rank=True, thread_count=1)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one rank writes
-            checkpoint.save(state, storage_writer=writer, planner=_Planner(work, stored), no_dist=True)
+            checkpoint.save(state, storage_writer=writer, planner=_Planner(work), no_dist=True)
     except CheckpointException as error:  # no Exception, and its text is a traceback
         raise next(iter(error.failures.values()))[0] from None
     work.files.update({name: work.target.size(name) or 0 for name in work.target.names()})
 
 
-def _states(work: Conversion, holder: Any) -> dict[str, dict[str, Any]]:
+def _holder(work: Conversion, tensor: Tensor) -> torch.Tensor:
+    """Return a tensor without memory for a stored one."""
+    is_weight = tensor.kind in (MASTER, WEIGHT) and is_floating(tensor.dtype)
+    code = work.new.dtype if is_weight and work.new.dtype is not None else tensor.dtype
+    result = torch.empty(tensor.shape, dtype=torch_dtype(code), device="meta")
+    result.stored = tensor  # type: ignore[attr-defined]
+    return result
+
+
+def _states(work: Conversion) -> dict[str, dict[str, torch.Tensor]]:
     assert work.source.optimizer is not None
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, torch.Tensor]] = {}
     for key, numbers in work.source.optimizer.scalars.items():
         for name, number in numbers.items():
             states.setdefault(name, {})[key] = torch.tensor(float(number))
     for kind, tensors in work.states.items():
         for name, tensor in tensors.items():
-            states.setdefault(name, {})[kind] = holder(tensor)
+            states.setdefault(name, {})[kind] = _holder(work, tensor)
     return states
 
 

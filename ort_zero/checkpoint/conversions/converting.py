@@ -96,8 +96,8 @@ def convert(
         to: "ort_zero", "deepspeed" (the files of ``save_checkpoint`` under ZeRO), "universal" (DeepSpeed's), or "dcp"
             (``torch.distributed.checkpoint``, for FSDP).
         tag: name of the checkpoint, if `src` holds several; the new checkpoint has the same tag.
-        world_size: number of ranks of the new checkpoint; by default as in `src`.
-        stage: ZeRO stage of the new checkpoint, 1 to 3, for "ort_zero" also 0; by default as in `src`.
+        world_size: number of ranks of the new checkpoint; by default as in `src`. "dcp" has the files of one rank.
+        stage: ZeRO stage of the new checkpoint, 1 to 3, for "ort_zero" also 0; by default as in `src`. "dcp" has none.
         dtype: dtype of the module's weights: "keep", "fp32", "fp16" or "bf16".
         sub_group_size: DeepSpeed's option ``sub_group_size`` of the run that will load a checkpoint of ZeRO-3.
         overwrite: replace an existing checkpoint with the same tag.
@@ -167,7 +167,7 @@ def _described(
         raise CheckpointError(f"the format {to!r} is not known; choose {', '.join(FORMATS)}")
     if dtype not in CHOICES:
         raise CheckpointError(f"the dtype {dtype!r} is not known; choose {', '.join(CHOICES)}")
-    size = source.world_size if world_size is None else world_size
+    size = 1 if to == "dcp" else source.world_size if world_size is None else world_size  # torch divides when it loads
     if not 1 <= size <= 1 << 20:
         raise CheckpointError(f"the world size is {size}, must be at least 1")
     if sub_group_size < 1:
@@ -189,7 +189,7 @@ def _described(
         tag=tag,
         step=source.step or 0,
         world_size=size,
-        zero_stage=number,
+        zero_stage=0 if to == "dcp" else number,
         tensors=(),
         files={},
         optimizer=optimizer and replace(optimizer, class_name=optimizer.class_name or "unknown", scalars={}),

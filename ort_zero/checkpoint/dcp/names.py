@@ -10,6 +10,7 @@ key (its parts are the keys of nested dicts)               meaning
 ``optimizer.state.layers.0.weight.exp_avg``                a state, flattened (``flatten_optimizer_state_dict``)
 ``optimizer.state.exp_avg.layers.0.weight``                a state of Megatron's
 ``optim`` / ``param_groups`` / ``0`` / ``lr``              a hyper-parameter of a group, also flattened, by name
+``optim`` / ``param_groups``                               all groups in one value, as torch 2.3 saves them
 any key / ``state`` / .. / .., any / ``param_groups`` ..   the same, of an optimizer under a key of its own
 anything else                                              a value that only its own program reads
 =========================================================  ============================================================
@@ -18,15 +19,14 @@ anything else                                              a value that only its
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-from ort_zero.checkpoint.records import Tensor
 
 _MODEL = frozenset(("app", "model", "model_state_dict", "module", "state_dict", "net"))
 """Keys of the dicts that hold a model, or that hold such a dict."""
 _OPTIMIZER = re.compile(r"(optim|optimizer|optimizers|optimizer_state_dict|optimizer_states|opt)(_\d+)?")
+_FLATTENED = re.compile(rf"((?:chained_\d+\.)?{_OPTIMIZER.pattern})\.(.+)")
+"""Matches a key of several parts in one; Megatron chains optimizers."""
 _OTHER = frozenset("dataloader extra lr_scheduler lr_schedulers rng rng_state scheduler train_state trainer".split())
 """First parts of keys, in checkpoints whose weights have none, that are no weights."""
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)(?=\.)")
@@ -51,15 +51,15 @@ class Meaning(NamedTuple):
     """Keys that tell the optimizer of a state or an option from others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A tensor or another value of a checkpoint, with the places of its bytes."""
-
-    meaning: Meaning
-    tensor: Tensor | None
-    """The tensor, whose kind is not known yet; None for a value that is no tensor."""
-    content: Any = None
-    """The value of the key; where a tensor without dimensions is stored, its element as a Python number."""
+def leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield (path, value) of everything in nested dicts; ``param_groups`` is a list of dicts."""
+    if isinstance(value, list) and path[-1] == "param_groups":
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from leaves(inner, (*path, key))
+    else:
+        yield path, value
 
 
 def meanings(paths: Sequence[KeyPath]) -> list[Meaning]:
@@ -76,44 +76,33 @@ def without_wrappers(name: str | int, prefix: str = "") -> str | int:
 
 
 def _meaning(path: KeyPath, has_models: bool) -> Meaning:
-    rest = list(path)
-    while len(rest) > 1 and rest[0] in _MODEL:
-        rest.pop(0)
-    first = str(rest[0])
-    parts: list[str | int] = rest
-    if len(parts) == 1 and "." in first and _OPTIMIZER.fullmatch(first.partition(".")[0]):
-        parts = [*first.split(".", 1)]
-    if len(parts) > 1 and (_OPTIMIZER.fullmatch(str(parts[0])) or _is_of_optimizer(parts)):
+    parts = list(path)
+    while len(parts) > 1 and parts[0] in _MODEL:
+        parts.pop(0)
+    first = str(parts[0])
+    if len(parts) == 1 and (flattened := _FLATTENED.fullmatch(first)):
+        return _of_optimizer([flattened[1], flattened[4]])
+    # a model's state dict has no keys as those of ``optimizer.state_dict()``
+    is_nested = len(parts) > 3 and parts[1] == "state" or parts[1:2] == ["param_groups"]
+    if is_nested or (len(parts) > 1 and _OPTIMIZER.fullmatch(first)):
         return _of_optimizer(parts)
-    if len(parts) == 1 and parts[0] in ("state", "param_groups"):
-        return Meaning(OTHER, first)
-    is_of_model = len(rest) < len(path) if has_models else first.partition(".")[0] not in _OTHER
-    return Meaning(WEIGHT if is_of_model else OTHER, ".".join(map(str, rest)))
-
-
-def _is_of_optimizer(parts: Sequence[str | int]) -> bool:
-    """Return True for the keys of ``optimizer.state_dict()`` under any key: a model's state dict is not nested so."""
-    return (len(parts) > 3 and parts[1] == "state") or (len(parts) > 2 and parts[1] == "param_groups")
+    is_of_model = len(parts) < len(path) if has_models else first.partition(".")[0] not in _OTHER
+    is_weight = is_of_model and parts not in (["state"], ["param_groups"])
+    return Meaning(WEIGHT if is_weight else OTHER, ".".join(map(str, parts)))
 
 
 def _of_optimizer(parts: Sequence[str | int]) -> Meaning:
     number = 1
     while number < len(parts) - 1 and (type(parts[number]) is int or _OPTIMIZER.fullmatch(str(parts[number]))):
         number += 1  # one of several optimizers
-    optimizer, parts = ".".join(map(str, parts[:number])), parts[number:]
-    if len(parts) == 1 and isinstance(parts[0], str):
-        parts = parts[0].split(".", 1)
-    head, rest = parts[0], parts[1:]
-    if head == "state" and rest:
-        if len(rest) > 1:
-            return Meaning(STATE, rest[0], ".".join(map(str, rest[1:])), optimizer)
-        of_megatron = _OF_MEGATRON.fullmatch(str(rest[0]))
-        name, _, state = str(rest[0]).rpartition(".")
-        name, state = (of_megatron[2], of_megatron[1]) if of_megatron else (name, state)
-        return Meaning(STATE, name, state, optimizer)
-    if head == "param_groups" and rest:
-        if len(rest) > 1:
-            return Meaning(OPTION, rest[0], str(rest[1]), optimizer)
-        name, _, option = str(rest[0]).rpartition(".")
-        return Meaning(OPTION, name, option, optimizer)
-    return Meaning(OTHER, ".".join(map(str, parts)))
+    optimizer, head, rest = ".".join(map(str, parts[:number])), parts[number], parts[number + 1 :]
+    if not rest and isinstance(head, str):
+        head, *rest = head.split(".", 1)
+    kind = {"state": STATE, "param_groups": OPTION}.get(str(head), OTHER)
+    if len(rest) > 1:
+        return Meaning(kind, rest[0], ".".join(map(str, rest[1:])), optimizer)
+    text = ".".join(map(str, rest))
+    if kind == STATE and (of_megatron := _OF_MEGATRON.fullmatch(text)):
+        return Meaning(kind, of_megatron[2], of_megatron[1], optimizer)
+    name, _, state = text.rpartition(".")
+    return Meaning(kind, name, state, optimizer)

@@ -10,16 +10,16 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ort_zero.checkpoint.dcp.assembly import CheckpointContents
-from ort_zero.checkpoint.dcp.blocks import Block
-from ort_zero.checkpoint.dcp.names import OPTION, OTHER, WEIGHT, KeyPath, Value, meanings
+from ort_zero.checkpoint.dcp.assembly import CheckpointContents, Entry
+from ort_zero.checkpoint.dcp.blocks import shape_of
+from ort_zero.checkpoint.dcp.names import KeyPath, leaves
+from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import MAX_NAMED, Shape
 from ort_zero.checkpoint.restricted_pickle.values import OpaqueObject, StoredTensor
-from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file, read_number
+from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 _NAME = re.compile(r"(model|optim|optimizer)_world_size_(\d+)_rank_(\d+)\.pt")
@@ -28,157 +28,99 @@ _LOCAL_NAME = re.compile(r"pytorch_model_fsdp_rank(\d+)\.bin")
 """Accelerate's name of a model's ``LOCAL_STATE_DICT``, with the rank."""
 
 
-def files_by_kind(listed: Sequence[str]) -> dict[str, dict[int, str]]:
-    """Return the files of the model and of the optimizer among `listed`, by rank."""
-    found: dict[str, dict[int, str]] = {}
-    for name in listed:
-        if match := _NAME.fullmatch(name):
-            found.setdefault(match[1], {})[int(match[3])] = name
-        elif match := _LOCAL_NAME.fullmatch(name):
-            found.setdefault("model", {}).setdefault(int(match[1]), name)
+def files_by_kind(listed: Sequence[str]) -> dict[str, dict[int, dict[int, str]]]:
+    """Return the files of the model and of the optimizer among `listed`, by the number of ranks and the rank."""
+    found: dict[str, dict[int, dict[int, str]]] = {}
+    local = {int(match[1]): match[0] for match in map(_LOCAL_NAME.fullmatch, listed) if match}
+    if local:
+        found["model"] = {max(local) + 1: local}
+    for kind, size, rank, name in (match.group(1, 2, 3, 0) for match in map(_NAME.fullmatch, listed) if match):
+        found.setdefault(kind, {}).setdefault(int(size), {})[int(rank)] = name
     return found if "model" in found else {}
 
 
-@dataclass
-class _Shards:
-    dtype: str
-    shape: Shape
-    is_sharded: bool
-    file: TorchFile
-    """The first file that has the tensor; a number without dimensions is read from it."""
-    local: StoredTensor
-    blocks: dict[Shape, tuple[Block, tuple[int, int] | None]] = field(default_factory=dict)
-    """Block, and (length, CRC-32) of its record if the record is the block alone, by the block's offsets."""
-    strides: Shape | None = None
-
-
 def read_rank_files(contents: CheckpointContents) -> None:
+    """Add what the files of all ranks hold."""
     folder = contents.folder
-    for kind, by_rank in files_by_kind(folder.names()).items():
-        sizes = {int(match[2]) for name in by_rank.values() if (match := _NAME.fullmatch(name))}
-        if len(sizes) > 1:
-            raise CorruptCheckpointError(f"{folder.path()} mixes files of runs with {sorted(sizes)} ranks")
-        size = sizes.pop() if sizes else max(by_rank) + 1
-        surplus = sorted(rank for rank in by_rank if rank >= size)
-        if surplus:
-            raise CorruptCheckpointError(f"{folder.path(by_rank[surplus[0]])} is one too many: {size} ranks saved")
-        if len(by_rank) < size:
-            missing = list(itertools.islice((rank for rank in range(size) if rank not in by_rank), MAX_NAMED))
-            raise CorruptCheckpointError(f"{folder.path()}: the {kind}'s files of the ranks {missing} are missing")
-        contents.world_size = size
-        shards: dict[KeyPath, _Shards] = {}
-        others: dict[KeyPath, Any] = {}
-        for rank in range(size):
-            file = open_torch_file(folder, by_rank[rank])
-            contents.records[by_rank[rank]] = set(file.file.records)
-            top = ("model",) if kind == "model" else ("optimizer",)
-            for path, value in _leaves(file.content, top):
-                if isinstance(value, StoredTensor) or _sharded_kind(value):
-                    _add(contents, file, path, value, shards)
+    for kind, by_size in files_by_kind(folder.names()).items():
+        files = _of_one_save(folder, kind, by_size)
+        contents.world_size = len(files)
+        entries: dict[KeyPath, Entry] = {}
+        for name in files:
+            opened = open_torch_file(folder, name)
+            contents.records[name] = set(opened.file.records)
+            for path, value in leaves(opened.content, ("model" if kind == "model" else "optimizer",)):
+                kind = _kind_of(value)
+                if kind in _PLACES:
+                    _add(contents, opened, path, kind, value, entries)
                 else:
-                    others.setdefault(path, value)
-        _take(contents, kind, shards, others)
+                    entries.setdefault(path, Entry(path, value=value))
+        contents.entries += entries.values()
 
 
-def _leaves(value: Any, path: KeyPath) -> list[tuple[KeyPath, Any]]:
-    """Return (path, value) of everything in nested dicts; ``param_groups`` is a list of dicts."""
-    if isinstance(value, Mapping):
-        return [leaf for key, inner in value.items() for leaf in _leaves(inner, (*path, key))]
-    if isinstance(value, list) and path[-1] == "param_groups":
-        return [leaf for number, inner in enumerate(value) for leaf in _leaves(inner, (*path, number))]
-    return [(path, value)]
+def _of_one_save(folder: Folder, kind: str, by_size: Mapping[int, Mapping[int, str]]) -> list[str]:
+    """Return the files of a save by rank; raise CorruptCheckpointError if not one of each rank is there."""
+    if len(by_size) > 1:
+        complete = [size for size, files in by_size.items() if len(files) >= size]
+        raise CorruptCheckpointError(
+            f"{folder.path()} mixes files of saves of {sorted(by_size)} ranks; all files of {complete or 'none'} are "
+            "there: move those of the other saves, which may have been interrupted, away"
+        )
+    ((size, files),) = by_size.items()
+    surplus = sorted(rank for rank in files if rank >= size)
+    if surplus:
+        raise CorruptCheckpointError(f"{folder.path(files[surplus[0]])} is one too many: {size} ranks saved")
+    if len(files) < size:
+        missing = list(itertools.islice((rank for rank in range(size) if rank not in files), MAX_NAMED))
+        raise CorruptCheckpointError(f"{folder.path()}: the {kind}'s files of the ranks {missing} are missing")
+    return [files[rank] for rank in range(size)]
 
 
-def _take(
-    contents: CheckpointContents, kind: str, shards: Mapping[KeyPath, _Shards], others: Mapping[KeyPath, Any]
-) -> None:
-    owners: dict[Any, str] = {}
-    parameters = []
-    for (path, found), meaning in zip(shards.items(), meanings(list(shards))):
-        blocks = [block for block, _ in found.blocks.values()]
-        name, place = str(meaning.name), (found.shape, found.strides, *(block[2:] for block in blocks))
-        if meaning.kind == WEIGHT and blocks and place in owners:
-            contents.aliases[name] = owners[place]  # torch.save writes the storage of tied weights once
-            continue
-        owners[place] = name
-        if meaning.kind == WEIGHT and found.is_sharded:
-            parameters.append(name)
-        is_number = not found.shape and meaning.kind != WEIGHT
-        number = read_number(contents.folder, found.file, found.local) if is_number else None
-        key = ".".join(map(str, path))
-        if found.is_sharded:
-            contents.sharded.add(key)
-        contents.add(key, meaning, found.dtype, found.shape, blocks, found.strides, number)
-    if kind == "model":
-        contents.parameters = parameters or None
-    for (path, value), meaning in zip(others.items(), meanings(list(others))):
-        if meaning.kind in (WEIGHT, OTHER):
-            contents.others.append(".".join(map(str, path)))
-        elif meaning.kind == OPTION or isinstance(value, (int, float)):
-            contents.values.append(Value(meaning, None, value))
-
-
-def _sharded_kind(value: Any) -> str | None:
-    """Return the class of a record of a DTensor or ShardedTensor; None for other values."""
-    if not isinstance(value, OpaqueObject) or not value.class_name.endswith("._rebuild_from_type_v2"):
-        return None
-    name = getattr(value.args[1], "class_name", "").rpartition(".")[2]
-    return name if name in ("DTensor", "ShardedTensor") else None
+def _kind_of(value: Any) -> str:
+    """Return the class of a tensor in a pickle: "StoredTensor" for a whole one, "DTensor" or "ShardedTensor"."""
+    if isinstance(value, OpaqueObject) and value.class_name.endswith("._rebuild_from_type_v2"):
+        return getattr(value.args[1], "class_name", "").rpartition(".")[2]
+    return type(value).__name__
 
 
 def _add(
-    contents: CheckpointContents, file: TorchFile, path: KeyPath, value: Any, shards: dict[KeyPath, _Shards]
+    contents: CheckpointContents, opened: TorchFile, path: KeyPath, kind: str, value: Any, entries: dict[KeyPath, Entry]
 ) -> None:
     """Add one rank's block of a tensor; a block that another rank has too must hold the same bytes."""
-    key, name, kind = ".".join(map(str, path)), file.file.name, _sharded_kind(value)
-    is_sharded = kind is not None
+    key, where, is_sharded = ".".join(map(str, path)), contents.folder.path(opened.file.name), kind != "StoredTensor"
     try:
-        if kind == "ShardedTensor":
-            placed = _of_sharded_tensor(value)
-            if placed is None:  # the ranks after the last one with rows
-                return
-        else:
-            placed = _of_dtensor(value) if is_sharded else (value, value.shape, (0,) * len(value.shape))
-        local, shape, offsets = placed
+        local, shape, offsets = _PLACES[kind](value)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{contents.folder.path(name)}: the {kind} {key} is not as torch 2.5 to 2.13 write it "
-            f"({type(error).__name__}: {error})"
+            f"{where}: the {kind} {key} is not as torch 2.5 to 2.13 write it ({type(error).__name__}: {error})"
         ) from None
-    found = shards.setdefault(path, _Shards(local.dtype, shape, is_sharded, file, local))
-    if (found.dtype, found.shape) != (local.dtype, shape):
-        raise CorruptCheckpointError(f"{contents.folder.path(name)}: {key} is of another shape or dtype than rank 0's")
+    if local is None:  # of the ranks after the last one with rows
+        return
+    entry = entries.setdefault(path, Entry(path, local.dtype, shape, is_dtensor=is_sharded))
+    if (entry.dtype, entry.shape) != (local.dtype, shape):
+        raise CorruptCheckpointError(f"{where}: {key} is of another shape or dtype than rank 0's")
     if not math.prod(local.shape):
         return
-    record = next(((n, crc) for start, n, crc in file.file.records if start == local.storage_offset), None)
-    block = Block(offsets, local.shape, name, local.offset)
-    if not local.is_row_major:
-        if local.shape != shape:
-            raise CheckpointError(f"{contents.folder.path(name)}: the shard of {key} is not contiguous")
-        found.strides = local.strides
-    before = found.blocks.setdefault(offsets, (block, record))
-    if before[1] == record or None in (before[1], record):
+    block = entry.add(contents.folder, opened, local, offsets)
+    before = entry.blocks[offsets]
+    if before.record == block.record or None in (before.record, block.record):
         return
     if is_sharded:
         raise CorruptCheckpointError(
-            f"{contents.folder.path()}: the ranks do not agree on the elements of {key} from {list(offsets)} on: "
-            f"{before[0].file} and {name} hold other values of them"
+            f"{where}: its elements of {key} from {list(offsets)} on are not the same as those in {before.file}"
         )
     if path[-1] == "step":
-        raise CorruptCheckpointError(f"{contents.folder.path(name)} is of another step than {before[0].file}: {key}")
+        raise CorruptCheckpointError(f"{where} is of another step than {before.file}: {key}")
     contents.notes.append(f"{key} differs between the ranks; rank 0's is taken")
 
 
-def _of_sharded_tensor(value: OpaqueObject) -> tuple[StoredTensor, Shape, Shape] | None:
-    """Return a rank's tensor of torch's ShardedTensor, the whole shape and its offsets there; None if it has none."""
+def _of_sharded_tensor(value: OpaqueObject) -> tuple[StoredTensor | None, Shape, Shape]:
+    """Return a rank's tensor of torch's ShardedTensor or None, the whole shape, and the tensor's offsets there."""
     shards, whole = value.args[3][0], value.args[3][1].state["size"]
     if not shards:
-        return None
+        return None, whole, ()
     (shard,) = (_attributes(shard.state) for shard in shards)
-    local, offsets = shard["tensor"], tuple(_attributes(shard["metadata"].state)["shard_offsets"])
-    if not len(offsets) == len(whole) == len(local.shape) or any(type(n) is not int or n < 0 for n in offsets):
-        raise ValueError(f"its shard of the shape {list(local.shape)} lies at {list(offsets)} of {list(whole)}")
-    return local, whole, offsets
+    return shard["tensor"], whole, shape_of(_attributes(shard["metadata"].state)["shard_offsets"])
 
 
 def _attributes(state: Any) -> Any:
@@ -196,28 +138,24 @@ def _of_dtensor(value: OpaqueObject) -> tuple[StoredTensor, Shape, Shape]:
     sizes = [math.prod(size) if isinstance(size, tuple) else size for size in sizes]
     place = mesh["_coordinate_on_dim"]
     offsets, shape = [0] * len(whole), list(whole)
-    for axis, placement in _in_order(spec["placements"]):
-        full = -(-shape[axis] // sizes[placement])
-        start = min(place[placement] * full, shape[axis])
-        offsets[axis], shape[axis] = offsets[axis] + start, min(full, shape[axis] - start)
+    divided = [(p.class_name.rpartition(".")[2], n, p.state) for n, p in enumerate(spec["placements"])]
+    # tensor-parallel ranks divide an axis before FSDP's do, whose mesh axis comes first: it has a _StridedShard
+    for kind, number, placement in sorted(divided, key=lambda each: each[0] == "_StridedShard"):
+        if kind in ("Shard", "_StridedShard"):
+            axis = placement["dim"]
+            full = -(-shape[axis] // sizes[number])
+            start = min(place[number] * full, shape[axis])
+            offsets[axis], shape[axis] = offsets[axis] + start, min(full, shape[axis] - start)
+        elif kind != "Replicate":
+            raise ValueError(f"its placement is {kind}")
     if tuple(shape) != local.shape:
         raise ValueError(f"its shard has the shape {list(local.shape)}, its placements say {shape}")
     return local, tuple(whole), tuple(offsets)
 
 
-def _in_order(placements: Sequence[OpaqueObject]) -> list[tuple[int, int]]:
-    """Return (axis of the tensor, axis of the mesh) in the order in which the axes of the mesh divide the tensor.
-
-    FSDP over tensor parallelism divides along an axis after the tensor-parallel ranks, whose mesh axis comes later: the
-    placement is then a ``_StridedShard``.
-    """
-    plain, strided = [], []
-    for number, placement in enumerate(placements):
-        kind = placement.class_name.rpartition(".")[2]
-        if kind == "Shard":
-            plain.append((placement.state["dim"], number))
-        elif kind == "_StridedShard":
-            strided.append((placement.state["dim"], number))
-        elif kind != "Replicate":
-            raise ValueError(f"its placement is {kind}")
-    return plain + strided
+_PLACES: dict[str, Callable[[Any], tuple[StoredTensor | None, Shape, Shape]]] = {
+    "StoredTensor": lambda value: (value, value.shape, (0,) * len(value.shape)),
+    "DTensor": _of_dtensor,
+    "ShardedTensor": _of_sharded_tensor,
+}
+"""Functions that return a rank's tensor, the whole shape, and the tensor's offsets there, by the class."""

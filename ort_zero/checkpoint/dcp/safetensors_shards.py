@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ort_zero.checkpoint.dcp.assembly import CheckpointContents
-from ort_zero.checkpoint.dcp.blocks import Block
-from ort_zero.checkpoint.dcp.names import meanings
+from ort_zero.checkpoint.dcp.assembly import CheckpointContents, Entry
+from ort_zero.checkpoint.dcp.blocks import Block, shape_of
 from ort_zero.checkpoint.files import json_text, safetensors_header
-from ort_zero.checkpoint.files.dtypes import is_dtype_code, name_of
+from ort_zero.checkpoint.files.dtypes import name_of
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
-_NAME = re.compile(r"(shard-(\d+)-)?model-(\d+)-of-(\d+)\.safetensors")
+_NAME = re.compile(r"(?:shard-(\d+)-)?model-(\d+)-of-(\d+)\.safetensors")
+"""Matches the names of files; groups: number of the rank, number of the file, number of files of the rank."""
 _OFFSETS = "DCP_SHARDING_INFO"
 """Key in a header's metadata: JSON of the offsets of the file's shards, by tensor (``_hf_utils.py`` of torch 2.13)."""
 
@@ -30,8 +30,7 @@ def file_names(folder: Folder, listed: Sequence[str]) -> list[str]:
 def _refuse_gaps(folder: Folder, files: Sequence[str]) -> None:
     counts: dict[int, tuple[set[int], int]] = {}
     for match in filter(None, map(_NAME.fullmatch, files)):
-        _, rank, number, count = match.groups()
-        counts.setdefault(int(rank or 0), (set(), int(count)))[0].add(int(number))
+        counts.setdefault(int(match[1] or 0), (set(), int(match[3])))[0].add(int(match[2]))
     ranks = counts.keys() - {0}
     gaps = [f"shard-{rank:05d}" for rank in range(1, 1 + len(ranks)) if rank not in ranks]
     for rank, (numbers, count) in counts.items():
@@ -43,29 +42,27 @@ def _refuse_gaps(folder: Folder, files: Sequence[str]) -> None:
 
 
 def read_shards(contents: CheckpointContents) -> None:
+    """Add what the headers of the files list."""
     folder = contents.folder
-    blocks: dict[str, list[Block]] = {}
-    dtypes: dict[str, str] = {}
     files = file_names(folder, folder.names())
     _refuse_gaps(folder, files)
+    contents.world_size = len(files)
     contents.notes.append(
         f"the files do not say how many ranks saved: {len(files)} are there, and a missing last one is not noticed"
     )
+    entries: dict[str, Entry] = {}
     for name in files:
         header = safetensors_header.read(folder, name)
-        contents.records.setdefault(name, set())
+        contents.records[name] = set()
         try:
             places = json_text.loads(header.metadata[_OFFSETS])
-            for key, entry in header.entries.items():
-                offsets = tuple(places[key]["saved_offsets"])
-                if len(offsets) != len(entry.shape) or any(type(n) is not int or n < 0 for n in offsets):
-                    raise ValueError(f"the offsets of {key} do not fit to its shape")
-                if not is_dtype_code(entry.dtype) or dtypes.setdefault(key, entry.dtype) != entry.dtype:
-                    raise ValueError(f"the dtype of {key} is {entry.dtype}, in another file {dtypes.get(key)}")
-                blocks.setdefault(key, []).append(Block(offsets, entry.shape, name, entry.offset))
+            for key, (_, code, sizes, begin, _) in header.entries.items():
+                block = Block(shape_of(places[key]["saved_offsets"]), sizes, name, begin)
+                entry = entries.setdefault(key, Entry((key,), name_of(code), sizes))
+                if entry.dtype != name_of(code) or entry.blocks.setdefault(block.offsets, block) is not block:
+                    raise ValueError(f"{key} has another dtype in another file, or the same offsets")
+                ends = (offset + size for offset, size in zip(block.offsets, sizes, strict=True))
+                entry.shape = tuple(map(max, entry.shape, ends))
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(f"{folder.path(name)} is damaged: its header lacks places ({error})") from None
-    contents.world_size = len(files)
-    for (key, found), meaning in zip(blocks.items(), meanings([(key,) for key in blocks])):
-        ends = zip(*([o + n for o, n in zip(block.offsets, block.sizes)] for block in found))
-        contents.add(key, meaning, name_of(dtypes[key]), tuple(map(max, ends)), found)
+    contents.entries += entries.values()

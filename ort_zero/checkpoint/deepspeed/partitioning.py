@@ -7,7 +7,6 @@ parameter over all ranks: a rank has a flat tensor of its cuts for each sub-grou
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,16 @@ from typing import Any
 from ort_zero.checkpoint.deepspeed.experts import Experts, is_expert
 from ort_zero.checkpoint.deepspeed.file_names import WAY_OUT
 from ort_zero.checkpoint.deepspeed.state_files import ShapesOfGroups, StateFiles, covered, zero_state
-from ort_zero.checkpoint.records import WEIGHT, Optimizer, ParamGroup, Piece, Shape, Tensor, check_state_name
+from ort_zero.checkpoint.records import (
+    WEIGHT,
+    Optimizer,
+    ParamGroup,
+    Piece,
+    Shape,
+    Tensor,
+    check_state_name,
+    plain_options,
+)
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile, read_number
 from ort_zero.compat.deepspeed_partitions import FlatGroup, zero3_group, zero3_part, zero12_group
@@ -272,17 +280,15 @@ def number_of(files: StateFiles, file: TorchFile, stored: StoredTensor, what: st
 
 def group_options(files: StateFiles, file: TorchFile, group: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     """Return the hyper-parameters of a parameter group as JSON values, and the numbers of its flat tensors."""
-    values = {}
-    for key, value in group.items():
-        if key in ("params", "step"):
-            continue
-        if isinstance(value, StoredTensor) and not value.shape:
-            value = number_of(files, file, value, key)
-        try:
-            values[key] = json.loads(json.dumps(value))
-        except TypeError:
-            files.notes.append(f"the optimizer's option {key!r} is no plain value and is left out")
-    return values, list(group.get("params", ()))
+    values = {
+        key: number_of(files, file, value, key) if isinstance(value, StoredTensor) and not value.shape else value
+        for key, value in group.items()
+        if key not in ("params", "step")
+    }
+    plain = plain_options(values)
+    for key in sorted(values.keys() - plain.keys()):
+        files.notes.append(f"the optimizer's option {key!r} is no plain value and is left out")
+    return plain, list(group.get("params", ()))
 
 
 def _moments(files: StateFiles, layout: FlatLayout, states: list[list[State]]) -> list[Tensor]:

@@ -6,10 +6,12 @@ Eight bytes of length (little endian), then JSON with one entry per tensor, then
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ort_zero.checkpoint.files import json_text
+from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
@@ -68,9 +70,12 @@ def read(folder: Folder, name: str) -> Header:
             begin, end = about["data_offsets"]
             if not (0 <= begin <= end <= size - 8 - length):
                 raise ValueError(f"tensor {key} lies outside of the file")
-            entries[key] = HeaderEntry(key, about["dtype"], tuple(about["shape"]), 8 + length + begin, end - begin)
+            dtype, shape, nbytes = about["dtype"], tuple(about["shape"]), end - begin
+            if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) * itemsize(dtype) != nbytes:
+                raise ValueError(f"{key} has {nbytes} bytes, its shape is {list(shape)} of {dtype}")
+            entries[key] = HeaderEntry(key, dtype, shape, 8 + length + begin, nbytes)
     except (AttributeError, KeyError, TypeError) as error:
         raise CorruptCheckpointError(f"{folder.path(name)} is damaged: its header is none ({error})") from None
-    except ValueError as error:
+    except (CheckpointError, ValueError) as error:
         raise CorruptCheckpointError(f"{folder.path(name)} is damaged: {error}") from None
     return Header(size, metadata, entries)

@@ -33,6 +33,8 @@ from ort_zero.utils.text import shortened
 _OURS = re.compile(r"rank_.*|.*\.safetensors")
 _OF_A_SAVE = re.compile(r"rank_\d{5}_(?:master|optimizer|extra)(\.[0-9a-f]{8})?\.(?:safetensors|json)")
 """Matches the names of a rank's files; group 1 is the same for all files of a save over another save of the tag."""
+_RANK = re.compile(r".*/(?:rank_|__)(\d+)_[^/]*")
+"""Matches the paths of a rank's files in ort_zero's and torch's format; group 1 is the rank."""
 _OF_MACOS = "._"
 """Prefix of the names of files that macOS adds beside others on disks of other systems."""
 _MAX_NAMED = 3
@@ -156,8 +158,7 @@ def _names(
         return [manifest.NAME] if format_name == "ort_zero" else []
     if format_name == "dcp":
         for name in dcp.surplus_files(source, folder):
-            text = f"{folder.path(name)} is one too many: the metadata do not name it; remove it"
-            problems.append((name, text))
+            problems.append((name, _one_too_many(source, folder.path(name), "the metadata do not name it")))
         return [*source.files, *dcp.metadata_files(folder)]
     own = {match[1] for name in source.files if (match := _OF_A_SAVE.fullmatch(name))}
     for name in folder.names():
@@ -168,9 +169,15 @@ def _names(
         elif (match := _OF_A_SAVE.fullmatch(name)) and match[1] not in own:
             notes.append(f"{folder.path(name)} is left over from an interrupted save of this tag and may be removed")
         elif _OURS.fullmatch(name):
-            text = f"{folder.path(name)} is one too many: the manifest does not list it; remove it"
-            problems.append((name, text))
+            problems.append((name, _one_too_many(source, folder.path(name), "the manifest does not list it")))
     return [manifest.NAME, *source.files]
+
+
+def _one_too_many(source: Source, path: str, reason: str) -> str:
+    rank = _RANK.fullmatch(path)
+    if rank and int(rank[1]) >= source.world_size:
+        reason += f"; a save on more ranks than this one's {source.world_size}, perhaps an interrupted one, left it"
+    return f"{path} is one too many: {reason}; remove it"
 
 
 def _problems(

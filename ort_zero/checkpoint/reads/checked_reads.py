@@ -189,18 +189,19 @@ class CheckedReader:
             _put(item, view[at + item.first : at + item.first + item.wanted], 0)
 
     def _read_large(self, item: WantedBytes, low: int, high: int, buffer: memoryview) -> None:
-        """Read one piece block by block, directly into its target where that takes all bytes as they are stored."""
+        """Read one piece block by block, directly into its target where that takes the bytes as they are stored."""
         checks, digest = self._checks(item.piece), xxhash.xxh3_64()
         begin = item.piece.offset + item.first
         end = begin + item.wanted
-        straight = _bytes_of(item) if (low, high) == (begin, end) else None
+        target = _bytes_of(item)
         for position in range(low, high, len(buffer)):
             stop = min(position + len(buffer), high)
+            first, last = max(position, begin), min(stop, end)
+            straight = target if (first, last) == (position, stop) else None
             view = buffer[: stop - position] if straight is None else straight[position - begin : stop - begin]
             self._bring(item.piece.file, position, view)
             if checks:
                 digest.update(view)
-            first, last = max(position, begin), min(stop, end)
             if straight is None and first < last:
                 _put(item, view[first - position : last - position], first - begin)
         if checks:
