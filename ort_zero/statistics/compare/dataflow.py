@@ -15,7 +15,6 @@ import numpy as np
 from ort_zero.statistics.compare.align import INPUT, INSPECT, OUTPUT, Pairs
 from ort_zero.statistics.records import Phase
 
-_MAX_SIBLINGS = 8
 _SINGLE_PARAMETERS = 3
 """Maximum number of parameters of a module that runs a single operator."""
 
@@ -34,8 +33,6 @@ class Value(NamedTuple):
     """The frame that can use the tensor here: its gradient flows through the frame."""
     is_new: bool
     """The frame computed the tensor here: an input of a child, or an output."""
-    is_passed: bool
-    """The frame passed a tensor that it computed to a child."""
     is_further: bool
     """A new output of a call after the first output, such as attention's weights: values that the call computed before
     the call returned may depend on it."""
@@ -82,8 +79,6 @@ class Dataflow:
     """The tensors in each frame through which their gradients flow."""
     returned: np.ndarray
     """The pairs that the model returns; they are used outside of the model, where nothing is recorded."""
-    siblings: list[list[int]]
-    """Outputs of one call, each of which may be computed from the others."""
     owners: Links
     """Parameters and their gradients, in each frame that uses the parameter."""
     compound: np.ndarray
@@ -133,13 +128,8 @@ def dataflow_of(pairs: Pairs) -> Dataflow:
     frame = np.full(len(pairs), -1, np.int64)
     frame[forward] = [value.frame for value in values]
     new = [value for value in values if value.is_new]
-    outputs: dict[int, list[int]] = {}
-    for value in new:
-        if pairs.kind[value.pair] == OUTPUT:
-            outputs.setdefault(int(pairs.a.table.call[pairs.row_a[value.pair]]), []).append(value.pair)
     frames = 1 + max(frame_of_call.values(), default=-1)
     owners = _owners(pairs, frame_of_call)
-    used = [(value.reference, value.user) for value in values]
     returned = {v.reference for v in values if pairs.kind[v.pair] == OUTPUT and len(v.readers) == 1}
     return Dataflow(
         pairs=pairs,
@@ -150,9 +140,8 @@ def dataflow_of(pairs: Pairs) -> Dataflow:
         readable=Links.of([(value.pair, frame) for value in values for frame in value.readers]),
         inputs=Links.of([(value.pair, value.readers[0]) for value in values if pairs.kind[value.pair] == INPUT]),
         computed=Links.of([(value.pair, value.frame) for value in new]),
-        used=Links.of(used + [(value.pair, value.frame) for value in values if value.is_passed]),
+        used=Links.of([(value.reference, value.user) for value in values]),
         returned=np.array(sorted(returned), np.int64),
-        siblings=[of_call[:_MAX_SIBLINGS] for of_call in outputs.values() if len(of_call) > 1],
         owners=owners,
         compound=_compound(pairs, frames, frame_of_call, owners),
     )
@@ -186,7 +175,6 @@ def _values(pairs: Pairs, forward: np.ndarray, frame_of_call: dict[int, int]) ->
                 readers=(inside, outside) if leaves or is_passed else (inside,),
                 user=outside if leaves else inside,
                 is_new=is_new and frame >= 0,
-                is_passed=is_passed,
                 is_further=kind == OUTPUT and is_new and call in with_output,
             )
         )
@@ -267,22 +255,14 @@ def _gradient_errors(dataflow: Dataflow, errors: np.ndarray, usable: np.ndarray)
 def _inherited_by_gradients(dataflow: Dataflow, gradients: list[float], in_frames: list[float]) -> np.ndarray:
     """Return for each forward pair the error that its gradient inherits: from gradients of values computed from it."""
     inherited = [0.0] * len(gradients)
-    later, later_first, earlier = ([0.0] * dataflow.frames for _ in range(3))
+    later, earlier = ([0.0] * dataflow.frames for _ in range(2))
     for value in reversed(dataflow.values):
-        pair, frame, user = value.pair, value.frame, value.user
-        inherited[value.reference] = max(inherited[value.reference], later[user], in_frames[user])
-        if value.is_passed:
-            inherited[pair] = max(inherited[pair], later_first[frame], in_frames[frame])
+        inherited[value.reference] = max(inherited[value.reference], later[value.user], in_frames[value.user])
         if value.is_new:
-            later[frame] = max(later[frame], gradients[pair])
-            if not value.is_further:
-                later_first[frame] = max(later_first[frame], gradients[pair])
+            later[value.frame] = max(later[value.frame], gradients[value.pair])
     for value in dataflow.values:
         if value.is_further:
             inherited[value.pair] = max(inherited[value.pair], earlier[value.frame])
         elif value.is_new:
             earlier[value.frame] = max(earlier[value.frame], gradients[value.pair])
-    for siblings in dataflow.siblings:
-        for one in siblings:
-            inherited[one] = max(inherited[one], *(gradients[other] for other in siblings if other != one))
     return np.array(inherited)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ort_zero.statistics.compare.align import inverse
+from ort_zero.statistics.compare.dataflow import Dataflow
 from ort_zero.statistics.compare.step import NO_NUMBER, SAME, StepComparison
 from ort_zero.statistics.records import Phase
 
@@ -17,13 +18,13 @@ of the elements has such a gradient: the changes of a parameter then differ by a
 elements that a sample may contain none."""
 
 
-def estimate_parameter_errors(step: StepComparison, previous: StepComparison | None) -> np.ndarray:
+def estimate_parameter_errors(step: StepComparison, dataflow: Dataflow, previous: StepComparison | None) -> np.ndarray:
     """Set the relative error of all parameters, and return the error of each frame's parameters, at least that of all.
 
     The error of a frame is relative to the frame's largest parameter norm: a bias near 0 has a large relative error
     and almost no effect. Only one module owns tied parameters.
     """
-    pairs, owners, frames = step.pairs, step.dataflow.owners, step.dataflow.frames
+    pairs, owners, frames = step.pairs, dataflow.owners, dataflow.frames
     unknown = 0.0 if step.is_first else UNKNOWN_ERROR
     rows = step.parameters()
     if not len(rows):

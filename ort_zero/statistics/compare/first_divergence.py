@@ -17,8 +17,6 @@ from ort_zero.statistics.rows import SKETCH
 
 ISOLATED = 8
 """Maximum number of a sketch's numbers that single elements with an error may change."""
-INHERITED_TIMES = 8.0
-"""Factor for a fixed tolerance: an error that is larger than the inherited error times this factor is local."""
 VANISHED = 1e-6
 """Root mean square below which activations are rounding errors: batch normalization of almost constant channels returns
 such values."""
@@ -101,15 +99,12 @@ def pairs_with_local_error(step: StepComparison, rtol: float | None) -> np.ndarr
 
     `rtol` is the user's fixed tolerance; None: errors that rounding does not explain.
     """
-    error, inherited = step.error, step.inherited
     # the optimizer amplifies noise: single parameters may be far apart in correct runs
     may_differ = (step.pairs.phase != Phase.PARAMETER) | step.is_first
+    over = step.pairs.new_value & may_differ & (step.error > step.tolerance)
     if rtol is not None:
-        over = step.pairs.new_value & (error > step.tolerance) & may_differ
-        local = over & ((inherited <= rtol) | (error > INHERITED_TIMES * inherited))
-        return np.flatnonzero(local if local.any() else over)
-    over = step.pairs.new_value & ((error > step.tolerance) | (step.norm_error > step.norm_tolerance))
-    over &= may_differ
+        return np.flatnonzero(over)
+    over |= step.pairs.new_value & may_differ & (step.norm_error > step.norm_tolerance)
     if not step.is_first:
         over &= ~_vanished(step)
     gradients = np.flatnonzero(over & (step.pairs.phase == Phase.BACKWARD))

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ort_zero.statistics.compare.align import layout_of, pair
 from ort_zero.statistics.compare.comparison import Comparison
-from ort_zero.statistics.compare.step import NO_NUMBER, sketch_errors, unequal
+from ort_zero.statistics.compare.step import StepComparison
 from ort_zero.statistics.compare.tolerance import CANCELLATION, EPSILON, FLOOR, HALF_FLOOR, JUMP, LEAF, epsilons
 from ort_zero.statistics.files import open_run
 from ort_zero.statistics.records import Table, decode_facts
@@ -72,24 +73,20 @@ def with_operators(comparison: Comparison, operators: OperatorComparison) -> Com
 def compare_operators(a: str, b: str, rank: int) -> OperatorComparison:
     """Compare the recorded operators of one rank in the folders of two runs, of which the first counts as correct."""
     one, two = (next(open_run(folder).tables(rank)) for folder in (a, b))
-    rows = _rows_by_key(two)
-    pairs = [(row, rows[key]) for key, row in _rows_by_key(one).items() if key in rows]
-    of_a, of_b = np.array(pairs, np.int64).reshape(-1, 2).T
-    error, inherited, tolerance = _judged(one, two, of_a, of_b)
+    step = StepComparison(rank, pair(layout_of(one), layout_of(two)), one, two)
+    step.measure()
+    error, inherited, tolerance = _judged(step)
+    rows = step.pairs.row_a.tolist()
     found: dict[str, Any] = {}
     for at in np.flatnonzero(error > tolerance)[:1].tolist():
-        row = pairs[at][0]
+        row = rows[at]
         first, line = f"{one.module[row]}, {one.kind[row]}{one.slot[row]}", _lines_of(one)[one.call[row]]
         figures = {"error": error[at], "tolerance": tolerance[at], "inherited": inherited[at]}
         found = {"first": first, "line": line, **{name: float(value) for name, value in figures.items()}}
     return OperatorComparison(
-        step=one.step, rank=rank, compared=len({one.call[row] for row, _ in pairs}),
-        only=(_only_in(one, two), _only_in(two, one)), **found,
+        step=one.step, rank=rank, compared=len({one.call[row] for row in rows}),
+        only=(_alone(one, step.pairs.missing), _alone(two, step.pairs.extra)), **found,
     )  # fmt: skip
-
-
-def _rows_by_key(table: Table) -> dict[tuple, int]:
-    return {(table.module[i], int(table.occurrence[i]), table.kind[i], table.slot[i]): i for i in range(len(table))}
 
 
 def _lines_of(table: Table) -> list[str]:
@@ -97,21 +94,16 @@ def _lines_of(table: Table) -> list[str]:
     return [line.removeprefix(f"{os.getcwd()}{os.sep}") for line in decode_facts(table.facts).lines]
 
 
-def _only_in(table: Table, other: Table) -> list[str]:
-    """Return the calls that another table lacks, with their lines."""
-    calls, lines = {key[:2] for key in _rows_by_key(other)}, _lines_of(table)
-    lone = {int(table.call[row]): key[0] for key, row in _rows_by_key(table).items() if key[:2] not in calls}
-    sums = {call for call, name in lone.items() if name.startswith(_ADDITION) and ", backward" in name}
-    return [f"{name}, at {lines[call]}" for call, name in lone.items() if call not in sums]
+def _alone(table: Table, rows: np.ndarray) -> list[str]:
+    """Return the calls of rows without a partner, with their lines."""
+    lines, calls = _lines_of(table), {int(table.call[row]): table.module[row] for row in rows.tolist()}
+    sums = {call for call, name in calls.items() if name.startswith(_ADDITION) and ", backward" in name}
+    return [f"{name}, at {lines[call]}" for call, name in calls.items() if call not in sums]
 
 
-def _judged(a: Table, b: Table, of_a: np.ndarray, of_b: np.ndarray) -> list[np.ndarray]:
-    """Return error, inherited error and tolerance of each pair of rows, which follow each other call by call."""
-    norms = np.divide(abs(a.l2[of_a] - b.l2[of_b]), a.l2[of_a], out=np.zeros(len(of_a)), where=a.l2[of_a] > 0)
-    error = np.maximum(sketch_errors(a, b, of_a, of_b), norms)
-    error[(a.nan[of_a] != b.nan[of_b]) | (a.inf[of_a] != b.inf[of_b]) | unequal(a.shape, b.shape, of_a, of_b)] = (
-        NO_NUMBER
-    )
+def _judged(step: StepComparison) -> list[np.ndarray]:
+    """Return error, inherited error and tolerance of each pair; the pairs of a call follow each other."""
+    a, b, of_a, of_b, error = step.a, step.b, step.pairs.row_a, step.pairs.row_b, step.error
     epsilon = np.maximum(epsilons(a.dtype)[of_a], epsilons(b.dtype)[of_b])
     size = a.l2[of_a] / np.sqrt(np.maximum(a.elements[of_a], 1))
     inherited, tolerance = np.zeros(len(of_a)), np.zeros(len(of_a))

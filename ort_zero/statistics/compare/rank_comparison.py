@@ -34,15 +34,16 @@ class RankComparison:
 
     def compare(self, a: Table, b: Table) -> StepComparison:
         """Compare one step of two runs, of which the first counts as correct."""
-        step = StepComparison(self.rank, self._dataflow_of(a, b), a, b)
+        dataflow = self._dataflow_of(a, b)
+        step = StepComparison(self.rank, dataflow.pairs, a, b)
         step.measure()
-        in_frames = estimate_parameter_errors(step, self.previous)
+        in_frames = estimate_parameter_errors(step, dataflow, self.previous)
         phase = step.pairs.phase
-        step.inherited = inherited_errors(step.dataflow, step.error, step.difference != SAME, in_frames)
+        step.inherited = inherited_errors(dataflow, step.error, step.difference != SAME, in_frames)
         gradients = phase == Phase.PARAMETER_GRADIENT
         if not (phase == Phase.FORWARD).any():  # ranks together: gradients have errors of parameters alone
             step.inherited = np.where(gradients, COMPOUND * step.parameter_error, step.inherited)
-        conditions = Conditions(step, self._other_dtype, parameters_differ=step.parameter_error > APART)
+        conditions = Conditions(step, dataflow, self._other_dtype, parameters_differ=step.parameter_error > APART)
         step.tolerance_for = conditions.tolerance
         step.norm_tolerance = conditions.norm_tolerance(step.inherited)
         if self._rtol is None:

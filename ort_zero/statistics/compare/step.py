@@ -12,7 +12,6 @@ import numpy as np
 
 from ort_zero.statistics.compare.align import Pairs
 from ort_zero.statistics.compare.comparison import ComparedRecord
-from ort_zero.statistics.compare.dataflow import Dataflow
 from ort_zero.statistics.naming import tensor_name
 from ort_zero.statistics.records import Phase, Table
 from ort_zero.statistics.rows import COLUMNS
@@ -27,11 +26,11 @@ KIND_NAMES = ("", "shape", "nan", "numeric")
 class StepComparison:
     """One step of one rank in two runs. Arrays have a number for each pair; the stages of a comparison set them.
 
-    The tables have the layouts of the dataflow, but may belong to a later step than the tables there.
+    The tables have the layouts of `pairs`, but may belong to a later step than the tables in `pairs`.
     """
 
     rank: int
-    dataflow: Dataflow
+    pairs: Pairs
     a: Table
     b: Table
     error: np.ndarray = field(init=False)
@@ -56,11 +55,6 @@ class StepComparison:
     tolerance: np.ndarray = field(init=False)
     norm_tolerance: np.ndarray = field(init=False)
     """The largest difference of norms of each pair that rounding and the inherited error explain."""
-
-    @property
-    def pairs(self) -> Pairs:
-        """The pairs of rows of the two tables."""
-        return self.dataflow.pairs
 
     @property
     def step(self) -> int:
@@ -94,14 +88,14 @@ class StepComparison:
         rows_a, rows_b = pairs.measured_a, pairs.measured_b
         norms = _of_larger_norm(abs(a.l2[rows_a] - b.l2[rows_b]), a, b, rows_a, rows_b)
         error = np.maximum(sketch_errors(a, b, rows_a, rows_b), norms)
-        shape = unequal(a.shape, b.shape, rows_a, rows_b)
+        shape = _unequal(a.shape, b.shape, rows_a, rows_b)
         not_finite = (a.nan[rows_a] != b.nan[rows_b]) | (a.inf[rows_a] != b.inf[rows_b]) | ~np.isfinite(error)
         sampled = (a.elements[rows_a] != b.elements[rows_b]) & ~shape
         kind = np.select([~pairs.comparable | sampled, shape, not_finite], [SAME, SHAPE, NAN], NUMERIC)
         self.error = np.select([kind == SAME, kind == NUMERIC], [0.0, np.minimum(error, NO_NUMBER)], NO_NUMBER)
         self.norm_error = np.where(kind == NUMERIC, norms, 0.0)
         self.difference = kind
-        self.other_dtype = unequal(a.dtype, b.dtype, rows_a, rows_b) & pairs.comparable
+        self.other_dtype = _unequal(a.dtype, b.dtype, rows_a, rows_b) & pairs.comparable
         self.other_sample = sampled & pairs.comparable
 
     def with_tolerance(self, pairs: Any, tolerance: Any) -> StepComparison:
@@ -173,6 +167,6 @@ def _of_larger_norm(difference: np.ndarray, a: Table, b: Table, rows_a: np.ndarr
         return np.divide(difference, norm, out=np.zeros(len(norm)), where=norm > 0)
 
 
-def unequal(a: Sequence, b: Sequence, rows_a: np.ndarray, rows_b: np.ndarray) -> np.ndarray:
+def _unequal(a: Sequence, b: Sequence, rows_a: np.ndarray, rows_b: np.ndarray) -> np.ndarray:
     """Return True for each pair of rows where two lists differ."""
     return np.fromiter((a[i] != b[j] for i, j in zip(rows_a.tolist(), rows_b.tolist())), bool, len(rows_a))

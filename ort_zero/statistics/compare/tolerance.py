@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ort_zero.statistics.compare.dataflow import Dataflow
 from ort_zero.statistics.compare.step import StepComparison
 from ort_zero.statistics.records import Phase
 
@@ -55,8 +56,6 @@ _LARGEST_NORM = 1e30
 _LARGEST_OFFSET = 1e3
 CANCELLATION = 8.0
 """Factor by which a linear layer with small weights makes values smaller without any cancellation."""
-_SHARE_OF_TERMS = 0.01
-"""Size of the terms of a gradient's sum, as a share of the norm of all gradients, where the terms are not recorded."""
 _SOME_ZEROS = 0.005
 """Share of zeros in a gradient from which a ReLU or maximum is assumed in the module."""
 
@@ -77,9 +76,9 @@ class Conditions:
         amplification: magnifies the inherited error.
     """
 
-    def __init__(self, step: StepComparison, other_dtype: bool, *, parameters_differ: bool):
-        self.dataflow, self.a, self.b, self.parameters_differ = step.dataflow, step.a, step.b, parameters_differ
-        self.pairs = step.pairs
+    def __init__(self, step: StepComparison, dataflow: Dataflow, other_dtype: bool, *, parameters_differ: bool):
+        self.pairs, self.a, self.b = step.pairs, step.a, step.b
+        self.dataflow, self.parameters_differ = dataflow, parameters_differ
         rows, scale = self.pairs.measured_a, step.unsampled()
         self._set_epsilon(other_dtype)
         self.norm = np.maximum(self.a.l2[rows], self.b.l2[self.pairs.measured_b]) * scale
@@ -223,20 +222,15 @@ class Conditions:
         np.maximum.at(self.condition, owners.pair, _ratio(terms, self.norm[owners.pair]))
         gradients = pairs.phase == Phase.PARAMETER_GRADIENT
         self.amplification[gradients] = PARAMETER_GRADIENT
-        if not (pairs.phase == Phase.FORWARD).any():
-            terms = np.full(len(pairs), _SHARE_OF_TERMS * np.linalg.norm(self.norm[gradients]))
-            self.condition[gradients] = _ratio(terms, self.norm)[gradients]
 
     def _jumps(self) -> np.ndarray:
         """Return True for gradients that may jump when an input changes slightly: of ReLU at 0, of a maximum."""
         pairs, a, b = self.pairs, self.a, self.b
-        values, gradients = self.dataflow.with_gradient()
+        gradients = self.dataflow.with_gradient()[1]
         zeros = np.minimum(a.zero[pairs.measured_a], b.zero[pairs.measured_b])
         zeros = zeros / np.maximum(a.elements[pairs.measured_a], 1)
-        single = self.dataflow.largest_around((self.bare & ~self.dataflow.compound).astype(float))[values] > 0
         jumps = np.zeros(len(pairs), bool)
-        precise = self.epsilon[gradients] <= EPSILON["float32"]
-        jumps[gradients] = (zeros[gradients] > _SOME_ZEROS) | (single & precise)
+        jumps[gradients] = zeros[gradients] > _SOME_ZEROS
         return jumps
 
 
