@@ -2,9 +2,9 @@
 
 The statistics of one tensor are a *row*, see :mod:`ort_zero.statistics.rows`.
 
-**Precision.** Of floating point numbers of up to 32 bits on the CPU, sums of at most :data:`~.rows.BLOCK` deviations
-from a centre near the mean are float32; everything else is float64. So are tensors with NaN or inf, and those whose
-squares leave the range of float32. Float64 values beyond 1e150 or below 1e-150 leave the range of float64 when squared:
+**Precision.** Of values on the CPU that float32 holds exactly, sums of up to 512 deviations from a centre near the mean
+are float32, and a block's sketch; everything else is float64. So are tensors with NaN or inf, and those whose squares
+leave the range of float32. Float64 values beyond 1e150 or below 1e-150 leave the range of float64 when squared:
 ``std`` and ``l2`` become inf or 0.
 """
 
@@ -101,7 +101,7 @@ def _converted(piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def measure_in_pieces(row: np.ndarray, tensor: torch.Tensor, offset: int) -> None:
     """Measure a dense tensor of real numbers on any device, converted piece by piece."""
-    in_float32 = tensor.is_cpu and tensor.is_floating_point() and tensor.element_size() <= 4
+    in_float32 = tensor.is_cpu and _is_exact_in_float32(tensor)
     rows = []
     for piece in _pieces(tensor, _CHUNK if tensor.is_cpu else BUCKET):
         part = np.empty(WIDTH)
@@ -111,6 +111,14 @@ def measure_in_pieces(row: np.ndarray, tensor: torch.Tensor, offset: int) -> Non
         rows.append(part)
         offset += values.numel()
     row[:] = rows[0] if len(rows) == 1 else merge(np.stack(rows))
+
+
+def _is_exact_in_float32(tensor: torch.Tensor) -> bool:
+    if tensor.is_floating_point():
+        return tensor.element_size() <= 4
+    if tensor.dtype in (torch.int32, torch.int64) and tensor.numel():
+        return all(abs(int(edge)) < 1 << 24 for edge in tensor.aminmax())
+    return tensor.element_size() <= 2
 
 
 @functools.cache

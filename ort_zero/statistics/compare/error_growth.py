@@ -50,20 +50,14 @@ def _unseen(step: StepComparison, scale: np.ndarray, previous: StepComparison | 
     if previous is None or len(previous.unseen) != len(scale):
         return np.zeros(len(scale))
     change = np.linalg.norm(step.parameter_sketches()[0] - previous.parameter_sketches()[0], axis=1) * scale
-    apart = np.sqrt(np.nan_to_num(gradient_errors(previous)[0], nan=1.0))
+    apart = np.sqrt(np.nan_to_num(gradient_error(previous), nan=1.0))
     return previous.unseen + np.where(scale > 1, UNSEEN * apart * change, 0.0)
 
 
-def gradient_errors(step: StepComparison) -> tuple[np.ndarray, float]:
-    """Return the relative error of the gradient of each parameter, and their median; NaN if there are no gradients.
-
-    Parameters without a gradient have the median.
-    """
-    pairs, compared = step.pairs, step.difference != SAME
-    gradients = np.flatnonzero((pairs.phase == Phase.PARAMETER_GRADIENT) & compared)
-    errors = {pairs.a.keys[pairs.row_a[i]][1:]: step.error[i] for i in gradients.tolist()}
-    if not len(gradients):
-        gradients = np.flatnonzero((pairs.phase == Phase.BACKWARD) & compared)
-    median = float(np.median(step.error[gradients])) if len(gradients) else np.nan
-    keys = [pairs.a.keys[row][1:] for row in pairs.row_a[step.parameters()].tolist()]
-    return np.array([errors.get(key, median) for key in keys]), median
+def gradient_error(step: StepComparison) -> float:
+    """Return the median relative error of the gradients of parameters, else of activations; NaN without gradients."""
+    for phase in (Phase.PARAMETER_GRADIENT, Phase.BACKWARD):
+        errors = step.error[(step.pairs.phase == phase) & (step.difference != SAME)]
+        if len(errors):
+            return float(np.median(errors))
+    return np.nan

@@ -9,7 +9,7 @@ import numpy as np
 
 from ort_zero.statistics.compare.align import INPUT, OUTPUT, CallTree, Pairs, inverse
 from ort_zero.statistics.compare.comparison import ComparedRecord, FirstDivergence
-from ort_zero.statistics.compare.error_growth import gradient_errors
+from ort_zero.statistics.compare.error_growth import gradient_error
 from ort_zero.statistics.compare.step import NUMERIC, SAME, StepComparison
 from ort_zero.statistics.compare.tolerance import epsilons
 from ort_zero.statistics.records import Phase
@@ -142,11 +142,11 @@ def find_update_divergence(previous: StepComparison | None, step: StepComparison
     rows = step.parameters()
     if previous is None or previous.step + 1 != step.step or len(previous.parameters()) != len(rows):
         return None
-    gradient_error = gradient_errors(previous)[1]
+    of_gradients = gradient_error(previous)
     epsilon = np.maximum(
         epsilons(pairs.a.table.dtype)[pairs.row_a[rows]], epsilons(pairs.b.table.dtype)[pairs.row_b[rows]]
     )
-    if not len(rows) or not gradient_error <= GRADIENTS_AGREE * float(np.median(epsilon)):
+    if not len(rows) or not of_gradients <= GRADIENTS_AGREE * float(np.median(epsilon)):
         return None
     change_a, change_b = (now - then for now, then in zip(step.parameter_sketches(), previous.parameter_sketches()))
     size = np.maximum(np.linalg.norm(change_a, axis=1), np.linalg.norm(change_b, axis=1))
@@ -155,7 +155,7 @@ def find_update_divergence(previous: StepComparison | None, step: StepComparison
         return None
     gap = np.linalg.norm(change_a - change_b, axis=1)[moved] / size[moved]
     norm = np.maximum(a.l2[pairs.measured_a[rows]], b.l2[pairs.measured_b[rows]])[moved]
-    limit = max(UPDATE_GAP, UPDATE_SPREAD * float(np.sqrt(gradient_error))) + 8 * (epsilon[moved] * norm / size[moved])
+    limit = max(UPDATE_GAP, UPDATE_SPREAD * float(np.sqrt(of_gradients))) + 8 * (epsilon[moved] * norm / size[moved])
     # the error that the update may leave, relative to the parameter as all errors are
     tolerance = np.divide(limit * size[moved], norm, out=np.zeros(len(norm)), where=norm > 0)
     apart = np.flatnonzero((gap > limit) & (step.error[rows][moved] > tolerance))
@@ -167,7 +167,7 @@ def find_update_divergence(previous: StepComparison | None, step: StepComparison
         f"step {step.step}, rank {step.rank}, update: {len(apart)} of {len(gap)} parameters changed "
         f"differently from step {previous.step} to {step.step} (median difference of the changes "
         f"{np.median(gap):.1e}, {difference.full_name} first) although the gradients agree to "
-        f"{gradient_error:.1e}: compare learning rate, weight decay, clipping and averaging over ranks"
+        f"{of_gradients:.1e}: compare learning rate, weight decay, clipping and averaging over ranks"
     )
     module = difference.module
     return FirstDivergence(same=False, module=module, direction="update", difference=difference, text=text), number
@@ -186,6 +186,7 @@ def _hint_on_output(step: StepComparison, number: int, call: int, module: str, o
             "dropout draws different masks in ONNX Runtime and in PyTorch, and after another number of draws: set p=0 "
             "to compare"
         )
+    called = CallTree(step.pairs.a).name(call)
     hints = [
         f"input{layout.table.slot[row]} is a tensor in the {side} run alone"
         for side, layout, lone in (
@@ -193,8 +194,7 @@ def _hint_on_output(step: StepComparison, number: int, call: int, module: str, o
             ("second", step.pairs.b, step.pairs.extra),
         )
         for row in lone.tolist()
-        if layout.kind[row] == INPUT
-        and (layout.table.module[row], int(layout.table.occurrence[row])) == CallTree(step.pairs.a).name(call)
+        if layout.kind[row] == INPUT and (layout.table.module[row], int(layout.table.occurrence[row])) == called
     ]
     return ", ".join(hints[:3])
 
@@ -264,8 +264,8 @@ def _only_in_one(pairs: Pairs, number: int) -> tuple[str, str, int] | None:
         end = table.order[rows[number]]
         orders = table.order[lone]
         alone_before = lone[((orders > begin) & (orders < end)) | (lone == measured[number])]
+        calls = CallTree(layout)
         for row in alone_before.tolist():
-            calls = CallTree(layout)
             alone = [call for call in calls.chain(int(table.call[row])) if call not in shared]
             if alone:
                 return kind, *calls.name(alone[-1], table.module[row])
