@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -44,6 +44,15 @@ def check_state_name(name: str, path: str) -> None:
     """Raise CheckpointError if an optimizer state in `path` has the name of another kind of tensor."""
     if name in (MASTER, WEIGHT, BUFFER, MODULE) or name.startswith(BUFFER_OF_RANK):
         raise CheckpointError(f"{path} holds an optimizer state named {name!r}, a name that stands for other tensors")
+
+
+def tied_names(places: Mapping[str, Hashable]) -> dict[str, str]:
+    """Return the names with the bytes of an earlier name, each with the first name of these bytes.
+
+    ``torch.save`` writes the storage of tied weights once.
+    """
+    owners: dict[Hashable, str] = {}
+    return {name: owner for name, place in places.items() if (owner := owners.setdefault(place, name)) != name}
 
 
 def buffer_kind(rank: int) -> str:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from ort_zero.checkpoint import aggregate, list_checkpoints, verify
 from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.seal import NAME as SEAL
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
@@ -222,6 +223,14 @@ def ranks(folder: Path) -> None:
         }
         for kind, state in (("model", {"w": torch.ones(2)}), ("optim", states)):
             torch.save(state, folder / f"{kind}_world_size_2_rank_{rank}.pt")
+
+
+def test_files_of_two_ranks_are_one_checkpoint(tmp_path):
+    ranks(tmp_path / "saved")
+    source = find_source(str(tmp_path / "saved"))
+    assert [(tensor.kind, tensor.name) for tensor in source.tensors] == [("master", "w"), ("exp_avg", "w")]
+    assert source.optimizer is not None and source.optimizer.scalars == {"step": {"w": 3.0}}
+    assert source.world_size == 2 and not any("left out" in note for note in source.notes)
 
 
 def of_another_step(folder: Path) -> None:

@@ -30,6 +30,7 @@ from ort_zero.checkpoint.records import (
     Tensor,
     check_state_name,
     plain_options,
+    tied_names,
 )
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile, read_number
@@ -140,7 +141,7 @@ def source_of(contents: CheckpointContents) -> Source:
         else:
             reason = _WITHOUT_PARAMETER if meaning.optimizer else _FOREIGN
             others.setdefault(_OF_BUCKETS if "gbuf_idx" in entry.key else reason, []).append(entry.key)
-    aliases = _of_same_bytes(weights)
+    aliases = tied_names({n: (e.dtype, e.shape, *e.blocks.values()) for n, e in weights.items() if e.blocks})
     weights = {name: entry for name, entry in weights.items() if name not in aliases}
     parameters_of = _parameters(states, options, weights, notes)
     groups = _groups(options, parameters_of, notes)
@@ -201,20 +202,6 @@ def _add_once(found: dict[Any, Any], key: Any, value: Any, what: str) -> None:
             f"{what} twice, of two models or optimizers; ort_zero reads one of each: load the checkpoint with "
             "torch.distributed.checkpoint, and save each model in a folder of its own"
         )
-
-
-def _of_same_bytes(weights: Mapping[str, Entry]) -> dict[str, str]:
-    """Return the weights whose bytes are those of another one: name -> name of the first of them.
-
-    ``torch.save`` writes the storage of tied weights once.
-    """
-    owners: dict[tuple, str] = {}
-    aliases = {}
-    for name, entry in weights.items():
-        kept = owners.setdefault((entry.dtype, entry.shape, *entry.blocks.values()), name) if entry.blocks else name
-        if kept != name:
-            aliases[name] = kept
-    return aliases
 
 
 def _tied(contents: CheckpointContents, weights: Mapping[str, Entry], trained: Collection[str]) -> dict[str, str]:

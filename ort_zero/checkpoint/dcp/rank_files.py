@@ -50,9 +50,8 @@ def read_rank_files(contents: CheckpointContents) -> None:
             opened = open_torch_file(folder, name)
             contents.records[name] = set(opened.file.records)
             for path, value in leaves(opened.content, ("model" if kind == "model" else "optimizer",)):
-                kind = _kind_of(value)
-                if kind in _PLACES:
-                    _add(contents, opened, path, kind, value, entries)
+                if _class_of(value) in _PLACES:
+                    _add(contents, opened, path, value, entries)
                 else:
                     entries.setdefault(path, Entry(path, value=value))
         contents.entries += entries.values()
@@ -76,7 +75,7 @@ def _of_one_save(folder: Folder, kind: str, by_size: Mapping[int, Mapping[int, s
     return [files[rank] for rank in range(size)]
 
 
-def _kind_of(value: Any) -> str:
+def _class_of(value: Any) -> str:
     """Return the class of a tensor in a pickle: "StoredTensor" for a whole one, "DTensor" or "ShardedTensor"."""
     if isinstance(value, OpaqueObject) and value.class_name.endswith("._rebuild_from_type_v2"):
         return getattr(value.args[1], "class_name", "").rpartition(".")[2]
@@ -84,18 +83,21 @@ def _kind_of(value: Any) -> str:
 
 
 def _add(
-    contents: CheckpointContents, opened: TorchFile, path: KeyPath, kind: str, value: Any, entries: dict[KeyPath, Entry]
+    contents: CheckpointContents, opened: TorchFile, path: KeyPath, value: Any, entries: dict[KeyPath, Entry]
 ) -> None:
     """Add one rank's block of a tensor; a block that another rank has too must hold the same bytes."""
-    key, where, is_sharded = ".".join(map(str, path)), contents.folder.path(opened.file.name), kind != "StoredTensor"
+    key, where, kind = ".".join(map(str, path)), contents.folder.path(opened.file.name), _class_of(value)
     try:
         local, shape, offsets = _PLACES[kind](value)
+        if not isinstance(local, (StoredTensor, type(None))):
+            raise TypeError(f"its part is {local!r}")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{where}: the {kind} {key} is not as torch 2.5 to 2.13 write it ({type(error).__name__}: {error})"
         ) from None
     if local is None:  # of the ranks after the last one with rows
         return
+    is_sharded = not isinstance(value, StoredTensor)
     entry = entries.setdefault(path, Entry(path, local.dtype, shape, is_dtensor=is_sharded))
     if (entry.dtype, entry.shape) != (local.dtype, shape):
         raise CorruptCheckpointError(f"{where}: {key} is of another shape or dtype than rank 0's")

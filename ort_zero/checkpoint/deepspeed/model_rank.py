@@ -26,6 +26,7 @@ from ort_zero.checkpoint.records import (
     Shape,
     Tensor,
     buffer_kind,
+    tied_names,
 )
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile
@@ -154,18 +155,12 @@ class ModuleState:
 
     def _same_bytes(self, kept: set[str], tied: set[str]) -> dict[str, str]:
         """Return the tied names whose values are the same bytes of the file, each with its stored name."""
-        name_by_bytes: dict[tuple, str] = {}
-        aliases: dict[str, str] = {}
         if self._files.stage == 3:
-            return aliases  # ZeRO-3's values are empty placeholders
+            return {}  # ZeRO-3's values are empty placeholders
         values = {n: stored for n, stored in self._values.items() if n not in tied and 0 not in stored.shape}
         # kept names come first: DeepSpeed does not note the second name of a module that a model has twice
-        for name in sorted(values, key=lambda name: name not in kept):
-            stored = values[name]
-            target = name_by_bytes.setdefault((stored.offset, stored.shape, stored.strides, stored.dtype), name)
-            if target != name and name not in kept:
-                aliases[name] = target
-        return aliases
+        ordered = {name: values[name] for name in sorted(values, key=lambda name: name not in kept)}
+        return {name: target for name, target in tied_names(ordered).items() if name not in kept}
 
 
 def _comparable(master: Tensor, weight: Tensor) -> bool:
