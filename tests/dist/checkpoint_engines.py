@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import signal
 import time
@@ -92,29 +91,6 @@ def train(engine: Any, steps: range) -> list[float]:
     return losses
 
 
-def save_all(folder: str, plans: list[dict[str, Any]], compare: bool = True) -> dict[str, list[float]]:
-    """Train each plan 4 steps, save under its name, train 3 more; return the losses of these.
-
-    Args:
-        compare: save in DeepSpeed's own format beside it too.
-    """
-    after = {}
-    for plan in plans:
-        engine = engine_of(**{k: v for k, v in plan.items() if k != "name"})
-        train(engine, range(4))
-        digests: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(digests, digest(engine))
-        client = {"epoch": 3, "rng": torch.arange(3), "state": digests}
-        with whole_parameters_untouched(engine):
-            engine.save_checkpoint(folder, tag=plan["name"], client_state=client)
-        if compare and plan["stage"]:
-            own = type(engine).save_checkpoint.__wrapped__
-            own(engine, f"{folder}/deepspeed/{plan['name']}", tag="own", client_state=client)
-        after[plan["name"]] = train(engine, range(4, 7))
-        engine.destroy()
-    return after
-
-
 @contextlib.contextmanager
 def whole_parameters_untouched(engine: Any) -> Iterator[None]:
     """Fail if parameters of ZeRO-3 that are whole are dropped in the block: to read partitions nobody needs that."""
@@ -128,41 +104,6 @@ def whole_parameters_untouched(engine: Any) -> Iterator[None]:
     engine.optimizer.checkpoint_event_prologue = drop
     yield
     del engine.optimizer.checkpoint_event_prologue
-
-
-def load_all(folder: str, plans: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Load each plan's ``tag`` into a fresh engine with other weights, train 3 steps; return the losses.
-
-    A plan may name a ``folder`` inside of `folder` that the tag is in, and a tag ``save_as`` for what was loaded.
-    """
-    after = {}
-    for plan in plans:
-        options = {k: v for k, v in plan.items() if k not in ("name", "folder", "tag", "same", "save_as")}
-        engine = engine_of(seed=1, **options)
-        where, client = engine.load_checkpoint(f"{folder}/{plan.get('folder', '')}", tag=plan["tag"])
-        if "save_as" in plan:
-            engine.save_checkpoint(f"{folder}/again", tag=plan["save_as"])
-        assert where.endswith(plan["tag"]) and client["epoch"] == 3 and client["rng"].tolist() == [0, 1, 2], client
-        assert engine.global_steps == 4 and int(engine.module.calls) == 4
-        assert engine.lr_scheduler.last_batch_iteration == 3
-        if plan.get("same"):
-            assert digest(engine) == client["state"][torch.distributed.get_rank()], plan["name"]
-        after[plan["name"]] = train(engine, range(4, 7))
-        engine.destroy()
-    return after
-
-
-def digest(engine: Any) -> str:
-    """Return a digest of every bit that this rank trains with: masters, moments, weights or their partitions."""
-    from ort_zero.compat.deepspeed_state import EngineState
-
-    state = EngineState(engine)
-    parts = [valid(parameter) for parameter in state.parameters.values()]
-    for flat in state.flats():
-        tensors = [flat.master, *(v for v in state.state_of(flat).values() if v.numel() == flat.master.numel())]
-        parts += [t.reshape(-1).narrow(0, s.offset, s.length) for t in tensors for s in flat.places]
-    joined = b"".join(p.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for p in parts)
-    return hashlib.sha1(joined).hexdigest()
 
 
 def valid(parameter: torch.nn.Parameter) -> torch.Tensor:

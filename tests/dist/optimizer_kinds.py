@@ -112,7 +112,5 @@ BY_DEEPSPEED: dict[str, tuple[Any, dict[str, Any]]] = {"muon": ("Muon", {})}
 """Optimizers that DeepSpeed makes by their name."""
 COMPILED: dict[str, tuple[Any, dict[str, Any]]] = {"cpu_adam": (deepspeed_cpu_adam, {})}
 """Optimizers that DeepSpeed compiles at their first use, which takes a minute."""
-WITHOUT_ZERO = frozenset({"adafactor"})
-"""Optimizers whose states have other sizes than the parameter, unless ZeRO makes all parameters flat."""
 BY_SHARD = frozenset({"lamb", "adafactor"})
 """Optimizers whose step depends on how ZeRO divides the parameters."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_engines import Odd, differences, values_of
-from optimizer_kinds import COMPILED, OPTIMIZERS, WITHOUT_ZERO, Peculiar
+from optimizer_kinds import COMPILED, OPTIMIZERS, Peculiar
 from resumed_engines import CHANGES, made, step
 
 from ort_zero.checkpoint import aggregate, convert, diff, save, verify, wait
@@ -72,32 +72,9 @@ def test_deepspeeds_adam_for_cpus_goes_on_as_in_plain_deepspeed(stage, tmp_path)
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"), [(name, stage) for name in OPTIMIZERS for stage in STAGES if stage or name not in WITHOUT_ZERO]
-)
-def test_an_optimizer_goes_on_in_a_fresh_engine(name, stage, tmp_path, caplog):
-    kind, options = OPTIMIZERS[name]
-    engine = made(stage, kind, **options)
-    step(engine, range(2))
-    engine.save_checkpoint(str(tmp_path), tag="t")
-    step(engine, range(2, 4))
-    after = values_of(engine)
-    engine.destroy()
-    engine = made(stage, kind, model=Odd(seed=1), **options)
-    assert engine.load_checkpoint(str(tmp_path))[0]
-    step(engine, range(2, 4))
-    assert not differences(engine, after)
-    assert not warnings_of(caplog)
-    assert name != "tensor_lr" or all(torch.is_tensor(g["lr"]) for g in engine.optimizer.param_groups)
-    engine.destroy()
-
-
 # DeepSpeed's own loader takes its checkpoints without ZeRO
-@pytest.mark.parametrize(("sharded", "stage"), [(True, 0), (True, 1), (True, 3), (False, 1), (False, 3)])
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [("adamw", "sgd"), ("momentum", "adamw"), ("adamw", "nadam"), ("adamw", "momentum"), ("sgd", "adamw")],
-)
+@pytest.mark.parametrize(("sharded", "stage"), [(True, 0), (True, 3), (False, 1)])
+@pytest.mark.parametrize(("before", "now"), [("adamw", "sgd"), ("momentum", "adamw"), ("adamw", "nadam")])
 def test_another_optimizer_is_refused_before_its_first_step(before, now, sharded, stage, tmp_path):
     kinds = {**OPTIMIZERS, "adamw": (torch.optim.AdamW, {})}
     kind, options = kinds[before]
@@ -109,19 +86,6 @@ def test_another_optimizer_is_refused_before_its_first_step(before, now, sharded
         engine.load_checkpoint(str(tmp_path))
     assert not differences(engine, untouched)
     assert engine.load_checkpoint(str(tmp_path), load_optimizer_states=False)[0]
-    engine.destroy()
-
-
-def test_a_class_with_the_same_states_is_one_warning(tmp_path, caplog):
-    class Own(torch.optim.RMSprop):
-        pass
-
-    saved(tmp_path, optimizer=torch.optim.RMSprop)
-    engine = made(optimizer=Own)
-    engine.load_checkpoint(str(tmp_path))
-    (warning,) = warnings_of(caplog)
-    assert "RMSprop" in warning and "Own" in warning
-    step(engine, range(2, 3))  # "step" is a tensor, as torch's own class wants it
     engine.destroy()
 
 
@@ -170,19 +134,6 @@ def test_an_empty_path_is_not_the_root_of_the_file_system(path, tmp_path):
             with pytest.raises(CheckpointError, match="the path is empty"):
                 action(path, tag="ort_zero_must_not_be_here")
     assert not list(Path("/").glob("ort_zero_must_not*"))
-    engine.destroy()
-
-
-def test_options_that_are_no_plain_values_stay_the_engines(tmp_path):
-    def adamw(parameters, **options):
-        optimizer = torch.optim.AdamW(parameters, **options)
-        optimizer.param_groups[0]["table"] = {"of": object()}
-        return optimizer
-
-    saved(tmp_path, optimizer=adamw)
-    engine = made(optimizer=adamw)
-    engine.load_checkpoint(str(tmp_path))
-    assert list(engine.optimizer.optimizer.param_groups[0]["table"]) == ["of"]
     engine.destroy()
 
 
@@ -241,14 +192,11 @@ def test_a_step_after_resuming_has_the_gradients_of_all_its_micro_steps(stage, t
         engine.destroy()
 
 
-@pytest.mark.parametrize("by_call", [True, False])
-@pytest.mark.parametrize("stage", STAGES)
-def test_another_accumulation_after_resuming_steps_where_plain_deepspeed_does(stage, by_call, tmp_path):
+@pytest.mark.parametrize("stage", [0, 2])
+def test_another_accumulation_after_resuming_steps_where_plain_deepspeed_does(stage, tmp_path):
     saved(tmp_path, micro_steps=6, stage=stage, accumulate=2)
-    engine = made(stage, accumulate=2 if by_call else 4)
+    engine = made(stage, accumulate=4)
     engine.load_checkpoint(str(tmp_path))
-    if by_call:
-        engine.set_train_batch_size(4)
     steps = []
     for seed in range(8):
         step(engine, range(seed, seed + 1))
@@ -292,28 +240,14 @@ def test_what_a_program_changes_before_the_first_step_acts_as_in_plain_deepspeed
 # ---- states that DeepSpeed moves, and states that differ by group ----------------------------------------------------
 
 
-def by_deepspeed(optimizer: str, model: torch.nn.Module, stage: int = 3, **options: Any) -> Any:
-    """Return an engine whose optimizer DeepSpeed makes of its configuration."""
-    import deepspeed
-
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage, "reduce_scatter": False},
-        "optimizer": {"type": optimizer, "params": {"lr": 0.01, **options}},
-        "ort_zero": {"backend": "torch"},
-    }
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-
-
-def train(engine: Any, steps: int, width: int = 8) -> None:
+def train(engine: Any, steps: int) -> None:
     """Do steps with the same batch."""
     for _ in range(steps):
-        engine.backward(engine(torch.ones(2, width)).square().mean())
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
         engine.step()
 
 
-@pytest.mark.parametrize("away", [True, False], ids=["away", "back"])
-def test_states_that_were_offloaded_are_saved_and_resumed(away, tmp_path):
+def test_states_that_were_offloaded_are_saved_and_resumed(tmp_path):
     def model(seed: int) -> torch.nn.Module:  # without frozen weights, with which DeepSpeed's offload_states() fails
         torch.manual_seed(seed)
         return torch.nn.Sequential(torch.nn.Linear(8, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
@@ -324,15 +258,13 @@ def test_states_that_were_offloaded_are_saved_and_resumed(away, tmp_path):
     def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
         return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
-    engine = by_deepspeed("Adam", model(0))  # offload_states() wants DeepSpeed's own Adam
+    engine = made(3, "Adam", model=model(0))  # offload_states() wants DeepSpeed's own Adam
     train(engine, 2)
     at_save = states(engine)
     engine.offload_states()
-    if not away:
-        engine.reload_states()
     engine.save_checkpoint(str(tmp_path), tag="t")
     engine.destroy()
-    engine = by_deepspeed("Adam", model(1))
+    engine = made(3, "Adam", model=model(1))
     engine.load_checkpoint(str(tmp_path))
     assert same(states(engine), at_save)
     train(engine, 2)
@@ -344,27 +276,6 @@ def test_states_that_were_offloaded_are_saved_and_resumed(away, tmp_path):
     engine.reload_states()
     assert same(states(engine), at_save)
     train(engine, 1)
-    engine.destroy()
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_muon_whose_groups_have_other_states_is_resumed(stage, tmp_path):
-    def states(engine: Any) -> list[set[str]]:
-        return sorted((set(state) for state in engine.optimizer.optimizer.state.values()), key=sorted)
-
-    torch.manual_seed(1)
-    engine = by_deepspeed("Muon", torch.nn.Linear(8, 8), stage)
-    train(engine, 2)
-    kinds = states(engine)
-    engine.save_checkpoint(str(tmp_path), tag="t")
-    train(engine, 2)
-    after = values_of(engine)
-    engine.destroy()
-    engine = by_deepspeed("Muon", torch.nn.Linear(8, 8), stage)
-    assert engine.load_checkpoint(str(tmp_path))[0]
-    assert states(engine) == kinds
-    train(engine, 2)
-    assert not differences(engine, after)
     engine.destroy()
 
 
@@ -456,21 +367,6 @@ def test_what_a_save_leaves_out_is_named_and_filled_from_a_model(tmp_path, capsy
     assert "--base takes a local model" in capsys.readouterr().err
 
 
-def test_what_plain_deepspeed_leaves_out_is_filled_from_a_model(tmp_path, capsys):
-    engine = made()
-    step(engine, range(2))
-    engine.save_checkpoint(str(tmp_path / "whole"), tag="t")
-    type(engine).save_checkpoint.__wrapped__(engine, str(tmp_path / "part"), tag="t", exclude_frozen_parameters=True)
-    engine.destroy()
-    aggregate(str(tmp_path / "whole"), tmp_path / "model")
-    part, model, filled = (str(tmp_path / name) for name in ("part", "model", "filled"))
-    assert main(["aggregate", part, filled, "--base", model]) == 0
-    assert "frozen.bias, frozen.weight are from" in capsys.readouterr().out
-    assert diff(filled, model, progress=False).same
-    assert main(["aggregate", str(tmp_path / "whole"), filled, "--base", model, "--overwrite"]) == 2
-    assert "has every weight of" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_masters_that_are_set_after_a_background_save_wait_for_its_copy(stage, tmp_path, monkeypatch):
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
@@ -525,13 +421,12 @@ def test_load_universal_takes_what_the_tag_is(tmp_path, caplog):
 # ---- runs without ZeRO -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_without_zero_is_saved_as_deepspeed_does(precision, optimizer, tmp_path, caplog, monkeypatch):
+def test_half_precision_without_zero_is_saved_as_deepspeed_does(precision, tmp_path, caplog, monkeypatch):
     import deepspeed
 
     monkeypatch.setattr(deepspeed.get_accelerator(), "is_fp16_supported", lambda: True, raising=False)
-    options: dict[str, Any] = {"stage": 0, "optimizer": optimizer, "more": {precision: {"enabled": True}}}
+    options: dict[str, Any] = {"stage": 0, "more": {precision: {"enabled": True}}}
     engine = made(**options)
     (warning,) = [text for text in warnings_of(caplog) if "DeepSpeed's own format" in text]
     step(engine, range(2))
