@@ -96,28 +96,6 @@ class External(Stack):
         return self.last(hidden) + self.back(hidden, self.first.weight.t())[:, :OUT]
 
 
-class Dangling(nn.Module):
-    """A module that returns its bias, to be added outside, as Megatron's layers do."""
-
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(HIDDEN, IN) * 0.3)
-            self.bias = nn.Parameter(torch.randn(HIDDEN) * 0.3)
-
-        def forward(self, x):
-            return F.linear(x, self.weight), self.bias
-
-    def __init__(self):
-        super().__init__()
-        self.layer = self.Layer()
-        self.last = nn.Linear(HIDDEN, OUT)
-
-    def forward(self, x):
-        hidden, bias = self.layer(x)
-        return self.last(torch.tanh(hidden + bias))
-
-
 class Tied(Stack):
     """One weight under two names in two modules."""
 

@@ -29,10 +29,6 @@ def right(b: Builder, x: Value) -> Value:
     return b.op("Mul", difference, b.constant(0.5, x.dtype))
 
 
-def wrong_for_infinity(b: Builder, x: Value) -> Value:
-    return b.op("Where", b.op("IsInf", x), b.constant(0, x.dtype), right(b, x))
-
-
 def wrong_for_a_large_mean(b: Builder, x: Value) -> Value:
     return b.op("Where", b.op("Greater", b.op("ReduceMean", x, keepdims=0), b.constant(3.0, x.dtype)), x, right(b, x))
 
@@ -54,7 +50,6 @@ def inputs(change: Callable[[torch.Tensor], torch.Tensor], sizes: int = 1) -> li
 
 
 WRONG = {
-    wrong_for_infinity: lambda x: x.index_fill(0, torch.tensor([1]), 3e38),
     wrong_for_a_large_mean: lambda x: x + 4,
     wrong_for_negative_numbers: torch.neg,
     wrong_for_more_rows: lambda x: x.repeat(5, 1),

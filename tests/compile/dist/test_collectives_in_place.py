@@ -58,19 +58,6 @@ def gathered(dtype: torch.dtype, at_once: bool, has_own_part: bool) -> bool:
     return torch.equal(whole, wanted)
 
 
-def gathered_in_groups() -> bool:
-    """Gather in groups of two of the four ranks each."""
-    import torch.distributed as dist
-    from deepspeed import comm
-
-    rank = comm.get_rank()
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    whole = torch.zeros(2 * SIZE)
-    comm.allgather_fn(whole, torch.full((SIZE,), float(rank)), group=groups[rank // 2])
-    first = rank // 2 * 2
-    return torch.equal(whole, torch.cat([torch.full((SIZE,), float(first + each)) for each in range(2)]))
-
-
 def reduced(in_place: bool) -> bool:
     """Reduce random numbers; return whether the part has the bits of torch's own, and the input is as it was."""
     import torch.distributed as dist
@@ -85,30 +72,13 @@ def reduced(in_place: bool) -> bool:
     return torch.equal(part, wanted) and (in_place or torch.equal(whole, before))
 
 
-def strided() -> bool:
-    """Gather and reduce where one rank alone has tensors that are not contiguous."""
-    from deepspeed import comm
-
-    rank = comm.get_rank()
-    whole = torch.zeros(2 * SIZE, 1 + rank)[:, 0]
-    comm.allgather_fn(whole, torch.full((SIZE, 2 - rank), float(rank))[:, 0])
-    part = torch.zeros(SIZE, 1 + rank)[:, 0]
-    comm.reduce_scatter_fn(part, torch.ones(2 * SIZE, 2 - rank)[:, 0])
-    is_gathered = torch.equal(whole, torch.arange(2.0).repeat_interleave(SIZE))
-    return is_gathered and torch.equal(part, torch.full((SIZE,), 2.0))
-
-
 def all_collectives(ranks: int) -> dict[str, tuple[bool, list[str]]]:
     """Run what there is for this number of ranks; return whether the result was right, and what was called for it."""
     patch()
     cases: dict[str, Any] = {"reduced": lambda: reduced(True), "reduced elsewhere": lambda: reduced(False)}
-    if ranks == 2:
-        for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            cases[f"gathered {dtype}"] = lambda dtype=dtype: gathered(dtype, True, False)
-            cases[f"gathered {dtype}, own part"] = lambda dtype=dtype: gathered(dtype, False, True)
-        cases["strided"] = strided
-    if ranks == 4:
-        cases = {"gathered in groups": gathered_in_groups}
+    for dtype in (torch.float32, torch.bfloat16):
+        cases[f"gathered {dtype}"] = lambda dtype=dtype: gathered(dtype, True, False)
+        cases[f"gathered {dtype}, own part"] = lambda dtype=dtype: gathered(dtype, False, True)
     results = {}
     for name, case in cases.items():
         called.clear()
@@ -116,13 +86,13 @@ def all_collectives(ranks: int) -> dict[str, tuple[bool, list[str]]]:
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_results_are_right_and_collectives_are_those_within_the_tensors(ranks: int):
     for results in run_on_ranks(all_collectives, ranks, ranks):
         for name, (is_right, names) in results.items():
             assert is_right, name
             if name.startswith("gathered"):
-                assert names == ["broadcast"] * 2, name
+                assert names == ["broadcast"] * ranks, name
             elif name.startswith("reduced"):
                 assert names == (["isend"] if ranks == 2 else ["all_reduce"]), name
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import tiny_models
 import torch
 from deepspeed_setup import ds_config, start
 from launch_once import launched
-from rank_processes.ranks import run_on_ranks
 
 import ort_zero
 
@@ -120,24 +118,3 @@ def test_instruments_show_what_they_show_of_plain_deepspeed(stage):
         assert gathered[0] == gathered[1] > 0
         assert mine["all_gather_into_tensor"].total() < theirs["all_gather_into_tensor"].total()
         assert mine["reduce_scatter_tensor"] == theirs["reduce_scatter_tensor"]
-
-
-def tuned(folder: str, compiled: bool) -> dict[str, Any]:
-    """Run what DeepSpeed's autotuner runs for each configuration: some steps, after which the engine exits."""
-    start()
-    file = Path(folder) / f"metrics {compiled}.json"
-    tuning = {"enabled": True, "start_profile_step": 3, "end_profile_step": 5, "metric_path": str(file)}
-    engine, step = engine_of(1, compiled, {"autotuning": tuning})
-    with pytest.raises(SystemExit):
-        for _ in range(20):
-            step()
-    found = {"steps": engine.global_steps, "flops": engine.flops, **json.loads(file.read_text())}
-    engine.destroy()
-    return found
-
-
-def test_an_experiment_of_the_autotuner_ends_where_it_does_in_plain_deepspeed(tmp_path):
-    (plain,) = run_on_ranks(tuned, 1, str(tmp_path), False, timeout=300)
-    (ours,) = run_on_ranks(tuned, 1, str(tmp_path), True, timeout=300)
-    assert ours.keys() == plain.keys() and ours["latency"] > 0
-    assert (ours["steps"], ours["flops"]) == (plain["steps"], plain["flops"])

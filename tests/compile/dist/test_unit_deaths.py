@@ -18,12 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import test_unit_features
 from comparison import Run, compare, trained_alike, unit_config
 from deepspeed_setup import start
 from launch_once import once
@@ -37,7 +36,6 @@ from ort_zero.distributed import lone_failures
 
 LIMIT = 60
 """Seconds after which a launch hangs."""
-DEEPSPEED_GATHERS = "deepspeed.runtime.zero.partition_parameters", "_dist_allgather_fn"
 PLACES = {
     "dynamo": ("torch._dynamo.symbolic_convert", "InstructionTranslator.run", 0),
     "autograd": ("ort_zero.compile.memory", "partition", 0),
@@ -48,8 +46,7 @@ PLACES = {
     "check": ("ort_zero.compile.trial", "explain_difference", 0),
     "timing": ("ort_zero.compile.trial", "Trial._timed", 0),
     "run": ("ort_zero.compile.sessions", "Session.run", 3),
-    "gather": (*DEEPSPEED_GATHERS, 2),
-    "gather in a unit": ("deepspeed.runtime.zero.partition_parameters", "GatheredParameters.__enter__", 1),
+    "gather": ("deepspeed.runtime.zero.partition_parameters", "_dist_allgather_fn", 2),
     "forward": ("transformers.models.gpt2.modeling_gpt2", "GPT2MLP.forward", 1),
 }
 """Functions by module and name, and the number of calls before the one that is struck."""
@@ -76,11 +73,11 @@ def struck(place: str, strike: Callable[[], Any]) -> Iterator[None]:
         setattr(owner, name, right)
 
 
-def interrupted(run: Run, stage: int, place: str, strikes: Sequence[str]) -> None:
+def interrupted(run: Run) -> None:
     """Catch Ctrl-C in one place after the other, on all ranks, and train on."""
     model, loss_of = losses_of("gpt2_sdpa", run.rank)
-    run.start(model, stage=stage, options={"place": place})
-    for strike in strikes if run.ort else ():
+    run.start(model, options={"place": "measured"})
+    for strike in STRIKES if run.ort else ():
         with struck(strike, lambda: signal.raise_signal(signal.SIGINT)):
             try:
                 for _ in range(3):
@@ -91,16 +88,12 @@ def interrupted(run: Run, stage: int, place: str, strikes: Sequence[str]) -> Non
 
 
 IN_COMPILATION = ("dynamo", "autograd", "conversion", "conversion of a backward", "session", "guards")
-INTERRUPTED: dict[str, dict[str, Any]] = {  # each value of "place" has checks of its own
-    "measured": {"stage": 2, "place": "measured", "strikes": (*IN_COMPILATION, "check", "timing")},
-    "ort": {"stage": 3, "place": "ort", "strikes": (*IN_COMPILATION, "check", "run")},
-}
+STRIKES = (*IN_COMPILATION, "check", "timing")
 
 
 def interrupt_all(folder: str) -> dict[str, Any]:
-    """Run all scenarios."""
-    scenarios = {name: functools.partial(interrupted, **arguments) for name, arguments in INTERRUPTED.items()}
-    return compare({name: functools.update_wrapper(each, interrupted) for name, each in scenarios.items()}, folder)
+    """Interrupt in each place under ZeRO-3."""
+    return compare({"interrupted": interrupted}, folder)
 
 
 def train_until_struck(backend: str, place: str, what: str, folder: str) -> None:
@@ -109,10 +102,7 @@ def train_until_struck(backend: str, place: str, what: str, folder: str) -> None
 
     rank = start()
     lone_failures.SECONDS = 4.0
-    if place == "gather in a unit":
-        model, loss_of = test_unit_features.made(test_unit_features.GatheringTail), test_unit_features.loss_of
-    else:
-        model, loss_of = losses_of("gpt2_sdpa", rank)
+    model, loss_of = losses_of("gpt2_sdpa", rank)
     config = unit_config(backend == "ort")
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
@@ -144,19 +134,14 @@ def train_until_struck(backend: str, place: str, what: str, folder: str) -> None
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
-@once
-def _interrupted() -> list[dict]:
+def test_a_script_that_catches_ctrl_c_in_a_compilation_trains_on():
     with tempfile.TemporaryDirectory(prefix="interrupted_") as folder:
         # placements of earlier launches would leave nothing to time
-        return run_on_ranks(interrupt_all, 2, folder, timeout=400, env={"ORT_ZERO_CACHE_DIR": folder})
-
-
-@pytest.mark.parametrize("name", INTERRUPTED)
-def test_a_script_that_catches_ctrl_c_in_a_compilation_trains_on(name):
-    for rank, reports in enumerate(_interrupted()):
-        report = reports[name]
-        assert report["notes"][1] == dict.fromkeys(INTERRUPTED[name]["strikes"], {}), "each reached the script"
-        trained_alike(report, f"{name}, rank {rank}", failures=True)
+        ranks = run_on_ranks(interrupt_all, 2, folder, timeout=400, env={"ORT_ZERO_CACHE_DIR": folder})
+    for rank, reports in enumerate(ranks):
+        report = reports["interrupted"]
+        assert report["notes"][1] == dict.fromkeys(STRIKES, {}), "each reached the script"
+        trained_alike(report, f"rank {rank}", failures=True)
         assert max(report["parameters"].values()) <= 1e-4
         assert (report["models"][0]["failures"], report["models"][0]["compiled"]["failed"]) == ({}, {})
 
@@ -226,10 +211,9 @@ def test_a_rank_that_is_killed_ends_the_other_as_in_plain_deepspeed(place):
     assert re.search(r"a collective failed: rank 1 \(.*, process \d+\) is gone", first.stderr)
 
 
-@pytest.mark.parametrize("place", ["gather", "gather in a unit"])
-def test_memory_that_runs_out_in_a_gather_ends_all_ranks_as_in_plain_deepspeed(place):
+def test_memory_that_runs_out_in_a_gather_ends_all_ranks_as_in_plain_deepspeed():
     for backend in ("torch", "ort"):
-        first, second, end = _struck(backend, place, "memory")
+        first, second, end = _struck(backend, "gather", "memory")
         _left_nothing(end)
         assert (first.returncode, second.returncode) == (1, 1), (first.stderr, second.stderr)
         report = end.reports[1]

@@ -89,11 +89,6 @@ def destroyed(run: Run) -> None:
 SCENARIOS = (moving_average, saved, destroyed)
 
 
-def in_ddp(model: nn.Module, rank: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train in a DistributedDataParallel; return the losses and the last gradients."""
-    return trained_alone(nn.parallel.DistributedDataParallel(model), rank)
-
-
 def sharded(model: nn.Module) -> nn.Module:
     """Shard a model and each of its blocks by FSDP2."""
     from torch.distributed.fsdp import fully_shard
@@ -126,15 +121,7 @@ def all_engines(folder: str) -> dict[str, Any]:
     reports = compare({scenario.__name__: scenario for scenario in SCENARIOS}, folder)
     torch.manual_seed(0)
     plain = Stack()
-    inside = ort_zero.wrap(copy.deepcopy(plain), **section())
-    outside = copy.deepcopy(plain)
     rank = torch.distributed.get_rank()
-    reports["ddp"] = [in_ddp(plain, rank), in_ddp(inside, rank)]
-    parallel = nn.parallel.DistributedDataParallel(outside)
-    assert ort_zero.wrap(parallel, **section()) is parallel and parallel.module is outside
-    F.mse_loss(parallel(torch.ones(2, IN)), torch.ones(2, OUT)).backward()
-    reports["wrapped"] = [status["graph_runs"] for status in ort_zero.status()["models"]]
-    del inside, outside, parallel
     before, after = (copy.deepcopy(plain) for _ in range(2))
     models = sharded(copy.deepcopy(plain)), sharded(ort_zero.wrap(before, **section())), sharded(after)
     ort_zero.wrap(after, **section())
@@ -169,12 +156,3 @@ def test_a_wrapped_model_trains_sharded_by_fsdp2():
             for name, gradient in theirs[1].items():
                 assert (gradients[name] - gradient).abs().max() <= GRADIENT * gradient.abs().max()
         assert reports["sharded"] == [({"forward": 25, "backward": 25}, {})] * 2
-
-
-def test_a_wrapped_model_trains_in_a_distributed_data_parallel():
-    for reports in launched(all_engines, 2):
-        (losses, gradients), (our_losses, our_gradients) = reports["ddp"]
-        assert our_losses == pytest.approx(losses, abs=1e-6)
-        for name, gradient in gradients.items():
-            assert (our_gradients[name] - gradient).abs().max() <= GRADIENT * gradient.abs().max()
-        assert reports["wrapped"] == [{"forward": 25, "backward": 25}, {"forward": 5, "backward": 5}]

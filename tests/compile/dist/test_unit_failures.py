@@ -58,33 +58,6 @@ def uncompiled_later(run: Run) -> None:
             run.step(run.engine(ids, labels=ids).loss)
 
 
-def _with_conversion(run: Run, changed: Callable[..., Any]) -> None:
-    from ort_zero.compile.conversion import registry
-
-    table = registry.table()
-    gelu = torch.ops.aten.gelu.default
-    right = table[gelu]
-    model, loss_of = losses_of("gpt2_sdpa", run.rank)
-    with replaced(table, gelu, lambda b, out, x, approximate: changed(b, right(b, out, x, approximate), x)):
-        _run(run, model, loss_of, 4)
-
-
-def _run(run: Run, model: torch.nn.Module, loss_of: Callable[..., Any], steps: int) -> None:
-    run.start(model, options={"reproducers": str(run.folder)})
-    run.train(loss_of, steps)
-    run.notes["reproducers"] = sorted(path.parent.name for path in run.folder.glob("*/reproduce.py"))
-
-
-def wrong_conversion(run: Run) -> None:
-    """Have the table hold a GELU that is off by a thousandth."""
-    _with_conversion(run, lambda b, result, x: b.op("Mul", result, b.number(1.001, x.dtype)))
-
-
-def failing_conversion(run: Run) -> None:
-    """Have the table hold a GELU that fails when it runs."""
-    _with_conversion(run, lambda b, result, x: b.op("Add", result, b.op("Gather", x, b.constant(10**6, torch.int64))))
-
-
 def _with_kernel(
     run: Run, name: str, operator: str, changed: Callable[[list[torch.Tensor]], Any], *, after: int = 0, steps: int = 12
 ) -> None:
@@ -100,7 +73,8 @@ def _with_kernel(
 
     model, loss_of = losses_of(name, run.rank)
     with replaced(Session, "run", kernel if run.rank == 1 else right), replaced(trial, "_SAMPLED_SHARE", 1.0):
-        _run(run, model, loss_of, steps)
+        run.start(model, options={"reproducers": str(run.folder)})
+        run.train(loss_of, steps)
 
 
 def wrong_kernel(run: Run) -> None:
@@ -125,10 +99,7 @@ def failing_kernel(run: Run) -> None:
 def fail_all(folder: str) -> dict[str, Any]:
     """Run all scenarios; a segment is checked once in a process: those with wrong kernels have their own models."""
     named: dict[str, Any] = {f"uncompiled {stage}": functools.partial(uncompiled, stage=stage) for stage in (2, 3)}
-    others = (
-        *(uncompiled_later, wrong_conversion, failing_conversion),
-        *(wrong_kernel, later_wrong_kernel, failing_kernel),
-    )
+    others = uncompiled_later, wrong_kernel, later_wrong_kernel, failing_kernel
     return compare({**named, **{scenario.__name__: scenario for scenario in others}}, folder)
 
 
@@ -167,20 +138,11 @@ def _failed(report: dict) -> set[str]:
     return set(compiled["failed"].values())
 
 
-CONVERSIONS = {"wrong_conversion": "is wrong by 1.0e-03 of its size", "failing_conversion": "ONNX Runtime failed: "}
 KERNELS = {
     "wrong_kernel": "is wrong by 1.0e-03 of its size",
     "later_wrong_kernel": "is wrong by 5.0e-05 of its size",
     "failing_kernel": "the kernel has no memory",
 }
-
-
-@pytest.mark.parametrize("name", CONVERSIONS)
-def test_a_segment_of_a_wrong_conversion_runs_in_pytorch_on_all_ranks(name):
-    for report in _reports(name):
-        (reason,) = _failed(report)
-        assert CONVERSIONS[name] in reason
-        assert report["notes"][1]["reproducers"] == list(report["models"][0]["compiled"]["failed"])
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -6,7 +6,6 @@ Ranks with other sizes and other graphs are in ``test_lone_unit_decisions.py``.
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import pytest
@@ -123,24 +122,22 @@ def experts(run: Run, stage: int) -> None:
     run.evaluate(loss_of)
 
 
-STAGES = {2: (2, 3), 4: (3,)}
-"""Stages of ZeRO by the number of ranks."""
+STAGES = (2, 3)
 
 
 def train_all(folder: str) -> dict[str, Any]:
-    """Train under each stage of this number of ranks."""
-    stages = STAGES[int(os.environ["WORLD_SIZE"])]
-    named = {str(stage): functools.partial(experts, stage=stage) for stage in stages}
+    """Train under each stage."""
+    named = {str(stage): functools.partial(experts, stage=stage) for stage in STAGES}
     return compare({name: functools.update_wrapper(each, experts) for name, each in named.items()}, folder)
 
 
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(2, 2), (2, 3), pytest.param(4, 3, marks=pytest.mark.slow)])
-def test_ranks_that_skip_experts_train_as_in_plain_deepspeed(ranks, stage):
-    reports = [report[str(stage)] for report in launched(train_all, ranks)]
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_that_skip_experts_train_as_in_plain_deepspeed(stage):
+    reports = [report[str(stage)] for report in launched(train_all, 2)]
     for rank, report in enumerate(reports):
-        trained_alike(report, f"experts under ZeRO-{stage}, rank {rank} of {ranks}")
+        trained_alike(report, f"experts under ZeRO-{stage}, rank {rank}")
         assert max(report["parameters"].values()) <= 1e-4
-    assert len({str(report["seen"][1]) for report in reports}) == ranks, "ranks call other experts"
+    assert len({str(report["seen"][1]) for report in reports}) == 2, "ranks call other experts"
