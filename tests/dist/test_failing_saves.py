@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -29,10 +28,8 @@ from checkpoint_engines import (
 )
 from file_limits import files_of_at_most
 from rank_processes.ranks import run_on_ranks
-from safetensors.torch import load_file
 
 from ort_zero.checkpoint import load, save, wait
-from ort_zero.checkpoint.aggregation.aggregation import aggregate
 from ort_zero.checkpoint.files.storage import LocalFolder
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.inspection.verification import verify
@@ -41,24 +38,6 @@ from ort_zero.distributed.side_channel import SideChannelGroup
 from ort_zero.errors import RankError
 
 # -- what each rank does: saves that cannot work ---------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def without_rights(folder: str) -> Iterator[None]:
-    """Take away the right of this process to write into `folder`."""
-    root = os.geteuid() == 0
-    mode = os.stat(folder).st_mode
-    if root:
-        os.seteuid(65534)
-    else:
-        os.chmod(folder, 0o555)
-    try:
-        yield
-    finally:
-        if root:
-            os.seteuid(0)
-        else:
-            os.chmod(folder, mode)
 
 
 @contextlib.contextmanager
@@ -102,33 +81,22 @@ def save_rows(folder: str, small: str | None) -> dict[str, dict[str, Any]]:
     big = {"blob": torch.arange(100_000) if rank == 1 else None}
     rows: dict[str, tuple[Any, Callable[[], Any]]] = {
         "rank_1_cannot_write": (_on(1, files_of_at_most(64)), lambda: save(engine, folder, "new")),
-        "rank_1_cannot_write_the_same_tag": (_on(1, files_of_at_most(64)), lambda: save(engine, folder, "same")),
         "rank_1_runs_full_late": (
             _on(1, files_of_at_most(200_000)),
             lambda: save(engine, folder, "same", client_state=big),
         ),
         "rank_1_cannot_publish": (_on(1, no_publish("safetensors")), lambda: save(engine, folder, "same")),
         "rank_0_cannot_write_manifest": (_on(0, no_publish("manifest.json")), lambda: save(engine, folder, "same")),
-        "rank_0_cannot_write_manifest_of_a_new_tag": (
-            _on(0, no_publish("manifest.json")),
-            lambda: save(engine, folder, "fresh"),
-        ),
         "client_state_of_rank_2": (
             contextlib.nullcontext(),
             lambda: save(engine, folder, "same", client_state={"hook": print if rank == 2 else 1}),
         ),
         "tags_differ": (contextlib.nullcontext(), lambda: save(engine, folder, "good" if rank == 2 else "same")),
         "path_is_a_file": (contextlib.nullcontext(), lambda: save(engine, f"{folder}/a_file", "new")),
-        "tag_is_a_file": (contextlib.nullcontext(), lambda: save(engine, folder, "a_file")),
         "tag_leads_out": (contextlib.nullcontext(), lambda: save(engine, folder, "../x")),
-        "no_rights": (_on(2, without_rights(folder)), lambda: save(engine, folder, "same")),
         "background": (
             _on(1, files_of_at_most(64)),
             lambda: (save(engine, folder, "same", async_save=True), wait(engine)),
-        ),
-        "background_seen_by_next_save": (
-            _on(1, files_of_at_most(64)),
-            lambda: (save(engine, folder, "same", async_save=True), save(engine, folder, "after")),
         ),
     }
     if small is not None:
@@ -153,24 +121,6 @@ def save_rows(folder: str, small: str | None) -> dict[str, dict[str, Any]]:
         load(engine, folder, f"next_{number}")
         row["next"] = differences(engine, after)
     return found
-
-
-def save_twice(folder: str) -> tuple[list[str], list[str], dict[str, torch.Tensor]]:
-    """Save under one tag twice, another in between; return the files before and after, and the masters."""
-    engine = engine_of(stage=0)
-    rank = dist.get_rank()
-    names = []
-    for number, tag in enumerate(("tag", "other", "tag", "tag")):
-        train(engine, range(2))
-        save(engine, folder, tag, client_state={"number": number})
-        dist.barrier()
-        names.append(sorted(os.listdir(f"{folder}/tag")))
-        dist.barrier()
-    module = engine.module
-    weights = {name: value.detach().clone() for name, value in module.named_parameters()}
-    _, client = load(engine, folder)
-    assert client == {"number": 3}, client
-    return names[0], names[3], weights if rank == 0 else {}
 
 
 def interrupt_at_each_exchange(folder: str) -> tuple[list[str], list[str]]:
@@ -201,6 +151,7 @@ def interrupt_at_each_exchange(folder: str) -> tuple[list[str], list[str]]:
             raised.append(type(error).__name__)
         count = at
         save(engine, folder, "after")
+    SideChannelGroup.gather = original
     dist.barrier()
     return raised, partials(folder)
 
@@ -233,8 +184,6 @@ def save_in_background(folder: str) -> None:
 
 def step_before_copied(folder: str) -> dict[int, tuple[float, float]]:
     """Step while the copy of a save is being made; return the seconds of the call and of that step by ZeRO stage."""
-    from ort_zero.checkpoint.saves import saving
-
     copy, found = saving._copy, {}
 
     def slow(tensor: torch.Tensor, place: torch.Tensor) -> None:
@@ -261,8 +210,6 @@ def step_before_copied(folder: str) -> dict[int, tuple[float, float]]:
 
 def copy_that_fails(folder: str) -> dict[str, Any]:
     """Fail on rank 1 while the state is copied in the background; train on, and save again."""
-    from ort_zero.checkpoint.saves import saving
-
     engine = engine_of(2)
     train(engine, range(2))
     copy = saving._copy
@@ -282,57 +229,26 @@ def copy_that_fails(folder: str) -> dict[str, Any]:
     return found
 
 
-def abandon_engine(folder: str) -> None:
-    """Drop an engine while its save goes on, and save another."""
-    first = engine_of(stage=1)
-    train(first, range(1))
-    slow_down(0.3)
-    save(first, folder, "first", async_save=True)
-    first.destroy()
-    del first
-    second = engine_of(stage=1)
-    train(second, range(1))
-    save(second, folder, "second")
-
-
-def slow_down(seconds: float) -> None:
-    """Make the background saves of this process last."""
+def leave_early(folder: str) -> None:
+    """Destroy the process group while a save has not begun to write; return, so that the process ends."""
     original = saving.write_checkpoint
 
     def write(*args: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(seconds)
+        time.sleep(1.0)
         original(*args)
 
-    saving.write_checkpoint = write
-
-
-def leave_early(folder: str) -> None:
-    """Destroy the process group while a save has not begun to write; return, so that the process ends."""
     engine = engine_of(stage=2)
     train(engine, range(3))
-    slow_down(1.0)
+    saving.write_checkpoint = write
     save(engine, folder, "tag", async_save=True)
     assert not Path(folder, "tag", manifest.NAME).exists()
     dist.destroy_process_group()
 
 
-def interrupted_wait(folder: str) -> tuple[bool, bool]:
-    """Interrupt the wait for a save; return whether it counts as running, and whether a second wait really waits."""
-    # a shell starts what runs in the background with interrupts ignored, and children inherit that
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    engine = engine_of(stage=2)
-    train(engine, range(3))
-    slow_down(6.0)  # far longer than a busy machine may hold the timer back
-    save(engine, folder, "tag", async_save=True)
-    (running,) = saving._running
-    with contextlib.suppress(KeyboardInterrupt):
-        main = threading.main_thread().ident
-        threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
-        wait(engine)
-    alive = running.is_alive()
-    save(engine, folder, "after")
-    return alive, Path(folder, "tag", manifest.NAME).exists()
+def save_on_two_ranks(root: str) -> dict[str, Any]:
+    """Call the functions above, each with a folder of its own; the last one ends the process group."""
+    functions = interrupt_at_each_exchange, save_in_background, step_before_copied, copy_that_fails, leave_early
+    return {each.__name__: each(f"{root}/{each.__name__}") for each in functions}
 
 
 # -- saves that cannot work ------------------------------------------------------------------------------------------
@@ -352,19 +268,14 @@ def nearly_full(tmp_path) -> str | None:
 SAVES = {
     # name: (rank that fails by itself, None for all; what every message says)
     "rank_1_cannot_write": (1, r"cannot write .*new/rank_00001_.*File too large"),
-    "rank_1_cannot_write_the_same_tag": (1, r"cannot write .*same/rank_00001_.*File too large"),
     "rank_1_runs_full_late": (1, r"cannot write .*same/rank_00001_extra.*File too large"),
     "rank_1_cannot_publish": (1, r"Input/output error.*same/rank_00001_"),
     "rank_0_cannot_write_manifest": (0, r"Input/output error.*same/manifest.json"),
-    "rank_0_cannot_write_manifest_of_a_new_tag": (0, r"Input/output error.*fresh/manifest.json"),
     "client_state_of_rank_2": (2, r"client_state\['hook'\] is a builtins.builtin_function"),
     "tags_differ": (None, r"rank 0 saves to .* as 'same', rank 2 to .* as 'good'"),
     "path_is_a_file": (None, r"a_file"),
-    "tag_is_a_file": (None, r"a_file"),
     "tag_leads_out": (None, r"'\.\./x' leads out"),
-    "no_rights": (2, r"(cannot write|Permission denied).*/same/?.*"),
     "background": (1, r"cannot write .*same/rank_00001_.*File too large"),
-    "background_seen_by_next_save": (1, r"cannot write .*same/rank_00001_.*File too large"),
     "disk_full": (1, r"cannot write .*nearly_full/same/rank_0000\d_.*No space left on device"),
 }
 
@@ -386,68 +297,55 @@ def test_saves_that_fail(tmp_path, nearly_full):
             for what in ("changed", "partial", "old", "next"):
                 assert not row[what], (name, rank, what, row[what])
     assert not (tmp_path / "x").exists()
-    assert not any(n.startswith("rank_") for tag in ("new", "fresh") for n in names_in(tmp_path / "saved" / tag))
+    assert not any(n.startswith("rank_") for n in names_in(tmp_path / "saved" / "new"))
 
 
 def names_in(folder: Path) -> list[str]:
     return os.listdir(folder) if folder.exists() else []
 
 
-def test_the_same_tag_again(tmp_path):
-    first, last, weights = run_on_ranks(save_twice, 2, str(tmp_path / "saved"))[0]
-    assert len(first) == len(last) and set(first) & set(last) == {manifest.NAME}
-    listed = {file["name"] for file in json.loads((tmp_path / "saved/tag/manifest.json").read_text())["files"]}
-    assert set(last) == listed | {manifest.NAME} and (tmp_path / "saved/latest").read_text() == "tag"
-    aggregate(tmp_path / "saved", tmp_path / "out", progress=False)
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(found[name], value) for name, value in weights.items() if name in found)
-    assert set(weights) <= set(found)
-
-
 # -- in the background -----------------------------------------------------------------------------------------------
 
 
-def test_what_is_loaded_is_the_moment_of_the_save(tmp_path):
-    run_on_ranks(save_in_background, 2, str(tmp_path))
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of the saves of two ranks, and what they found; the state at each save comes back on the ranks."""
+    root = tmp_path_factory.mktemp("two_ranks")
+    return root, run_on_ranks(save_on_two_ranks, 2, str(root), timeout=400)
 
 
-def test_a_step_waits_for_the_copy(tmp_path):
-    for found in run_on_ranks(step_before_copied, 2, str(tmp_path)):
-        for stage, (call, step) in found.items():  # without ZeRO the forward reads what the optimizer writes
+def test_a_step_waits_for_the_copy(two_ranks):
+    for found in two_ranks[1]:
+        for stage, (call, step) in found["step_before_copied"].items():
+            # without ZeRO the forward reads what the optimizer writes
             assert (call < step) == (stage > 0), (stage, call, step)
 
 
-def test_a_copy_that_fails_on_one_rank_fails_on_all(tmp_path):
-    first, second = run_on_ranks(copy_that_fails, 2, str(tmp_path))
+def test_a_copy_that_fails_on_one_rank_fails_on_all(two_ranks):
+    root, ranks = two_ranks
+    first, second = (found["copy_that_fails"] for found in ranks)
     assert first["type"] == "RankError" and "rank 1: " in first["text"] and "Cannot allocate" in first["text"]
     assert second["type"] == "CheckpointError" and "copying the state for lost" in second["text"]
-    assert not (tmp_path / "lost" / "manifest.json").exists() and verify(tmp_path, "next").ok
+    folder = root / "copy_that_fails"
+    assert not (folder / "lost" / "manifest.json").exists() and verify(folder, "next").ok
 
 
-def test_a_save_outlives_its_engine(tmp_path):
-    run_on_ranks(abandon_engine, 2, str(tmp_path))
-    assert verify(tmp_path, "first").ok and verify(tmp_path, "second").ok
-    assert (tmp_path / "latest").read_text() == "second"
-
-
-def test_a_save_outlives_the_process_group(tmp_path):
-    run_on_ranks(leave_early, 2, str(tmp_path))
-    assert verify(tmp_path).ok and not partials(tmp_path)
+def test_a_save_outlives_the_process_group(two_ranks):
+    folder = two_ranks[0] / "leave_early"
+    assert verify(folder).ok and not partials(str(folder))
 
 
 # -- interrupts ------------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_wait_leaves_the_save_running(tmp_path):
-    assert run_on_ranks(interrupted_wait, 2, str(tmp_path)) == [(True, True)] * 2
-
-
-def test_an_interrupted_rank_leaves_none_behind(tmp_path):
-    (first, left), (second, _) = run_on_ranks(interrupt_at_each_exchange, 2, str(tmp_path), timeout=400)
+def test_an_interrupted_rank_leaves_none_behind(two_ranks):
+    root, ranks = two_ranks
+    (first, left), (second, _) = (found["interrupt_at_each_exchange"] for found in ranks)
     assert len(second) > 5 and set(second) == {"KeyboardInterrupt"} and not left
     # the last exchange comes when the checkpoint is complete
     assert first == ["RankError"] * (len(first) - 1) + ["nothing"], first
-    assert verify(tmp_path, "after").ok and verify(tmp_path, f"interrupted_{len(first)}").ok
+    folder = root / "interrupt_at_each_exchange"
+    assert verify(folder, "after").ok and verify(folder, f"interrupted_{len(first)}").ok
 
 
 EXIT_SCRIPT = """
