@@ -16,15 +16,12 @@ ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "1
 NO_ENTRY_POINT = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import torch, deepspeed",
-        "import deepspeed, torch",
-        "import ort_zero, deepspeed",
-        "import ort_zero; ort_zero.enable(); import torch, deepspeed",
-    ],
-)
+@pytest.mark.parametrize("code", [
+    "import torch, deepspeed",
+    "import deepspeed, torch",
+    "import ort_zero, deepspeed",
+    "import ort_zero; ort_zero.enable(); import torch, deepspeed",
+])  # fmt: skip
 def test_entry_point_arms_in_every_order_and_disable_restores(code):
     run(f"""
         {code}

@@ -223,33 +223,17 @@ _OF_BERT = [
     (wrong_gradient, f"{_BERT}.output.LayerNorm"),
 ]
 _OF_GPT2 = [
-    (other_activation, f"{_GPT2}.mlp.act"),
-    (scaled_softmax, f"{_GPT2}.attn"),
-    (other_epsilon, f"{_GPT2}.ln_2"),
-    (transposed, f"{_GPT2}.attn.c_proj"),
-    (dropped_bias, f"{_GPT2}.mlp.c_fc"),
-    (wrong_mask, f"{_GPT2}.attn"),
-    (stale_row, "transformer.wte"),
-    (off_by_one, "transformer.wpe"),
-    (rounded, _GPT2),
-    (rounded, f"{_GPT2}.mlp.c_proj"),
-    (not_a_number, f"{_GPT2}.ln_1"),
-    (wrong_gradient, f"{_GPT2}.mlp.act"),
-    (wrong_gradient, f"{_GPT2}.attn.c_proj"),
+    (other_activation, f"{_GPT2}.mlp.act"), (scaled_softmax, f"{_GPT2}.attn"), (other_epsilon, f"{_GPT2}.ln_2"),
+    (transposed, f"{_GPT2}.attn.c_proj"), (dropped_bias, f"{_GPT2}.mlp.c_fc"), (wrong_mask, f"{_GPT2}.attn"),
+    (stale_row, "transformer.wte"), (off_by_one, "transformer.wpe"), (rounded, _GPT2), (rounded, f"{_GPT2}.mlp.c_proj"),
+    (not_a_number, f"{_GPT2}.ln_1"), (wrong_gradient, f"{_GPT2}.mlp.act"), (wrong_gradient, f"{_GPT2}.attn.c_proj"),
     (wrong_gradient, "transformer.ln_f"),
-]
+]  # fmt: skip
 _OF_CNN = [
-    (other_activation, "blocks.1.2"),
-    (other_epsilon, "blocks.1.1"),
-    (transposed, "blocks.2.0"),
-    (dropped_bias, "blocks.1.0"),
-    (rounded, "blocks.2.1"),
-    (rounded, "blocks.1"),
-    (not_a_number, "blocks.0.0"),
-    (wrong_gradient, "blocks.1.2"),
-    (wrong_gradient, "blocks.1.0"),
-    (wrong_gradient, "pool"),
-]
+    (other_activation, "blocks.1.2"), (other_epsilon, "blocks.1.1"), (transposed, "blocks.2.0"),
+    (dropped_bias, "blocks.1.0"), (rounded, "blocks.2.1"), (rounded, "blocks.1"), (not_a_number, "blocks.0.0"),
+    (wrong_gradient, "blocks.1.2"), (wrong_gradient, "blocks.1.0"), (wrong_gradient, "pool"),
+]  # fmt: skip
 FAULTS = [
     (model, fault, module)
     for models, faults in ((("bert", "bert_sdpa"), _OF_BERT), (("gpt2", "gpt2_sdpa"), _OF_GPT2), (("cnn",), _OF_CNN))

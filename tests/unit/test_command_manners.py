@@ -16,15 +16,12 @@ import pytest
 from ort_zero.cli import main as cli
 
 
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (["agregate", "a", "b"], "there is no agregate; did you mean aggregate?"),
-        (["stats", "compair", "a", "b"], "there is no compair; did you mean compare?"),
-        (["convert", "a", "b", "--to", "deepsped"], "there is no deepsped; did you mean deepspeed?"),
-        (["zzzz"], "invalid choice"),
-    ],
-)
+@pytest.mark.parametrize(("words", "answer"), [
+    (["agregate", "a", "b"], "there is no agregate; did you mean aggregate?"),
+    (["stats", "compair", "a", "b"], "there is no compair; did you mean compare?"),
+    (["convert", "a", "b", "--to", "deepsped"], "there is no deepsped; did you mean deepspeed?"),
+    (["zzzz"], "invalid choice"),
+])  # fmt: skip
 def test_a_misspelt_name_is_answered_with_the_right_one(words, answer, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(words)

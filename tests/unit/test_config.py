@@ -15,15 +15,12 @@ def test_no_section_and_disabled_section_give_none():
     assert config.section_of({"ort_zero": {}}) is not None
 
 
-@pytest.mark.parametrize(
-    ("section", "path", "value", "near"),
-    [
-        ({"enabeld": True}, "ort_zero.enabeld", "True", '"enabled"'),
-        ({"fall_back": "warn"}, "ort_zero.fall_back", "'warn'", '"fallback"'),
-        ({"statistics": {"outputdir": "x"}}, "ort_zero.statistics.outputdir", "'x'", '"output_dir"'),
-        ({"compile": {"zzzzzz": 1}}, "ort_zero.compile.zzzzzz", "1", "valid keys: "),
-    ],
-)
+@pytest.mark.parametrize(("section", "path", "value", "near"), [
+    ({"enabeld": True}, "ort_zero.enabeld", "True", '"enabled"'),
+    ({"fall_back": "warn"}, "ort_zero.fall_back", "'warn'", '"fallback"'),
+    ({"statistics": {"outputdir": "x"}}, "ort_zero.statistics.outputdir", "'x'", '"output_dir"'),
+    ({"compile": {"zzzzzz": 1}}, "ort_zero.compile.zzzzzz", "1", "valid keys: "),
+])  # fmt: skip
 def test_unknown_key_names_path_value_and_nearest_key(section, path, value, near):
     with pytest.raises(ConfigError) as error:
         config.parse(section)
@@ -31,36 +28,30 @@ def test_unknown_key_names_path_value_and_nearest_key(section, path, value, near
     assert path in message and value in message and near in message
 
 
-@pytest.mark.parametrize(
-    ("section", "answer"),
-    [
-        ({"place": "ort"}, '"compile.place" or "ortmodule.place"?'),
-        ({"plaec": "ort"}, '"compile.place" or "ortmodule.place"?'),
-        ({"verfy": "off"}, '"compile.verify"?'),
-        ({"compile": {"exclude": ["head"]}}, '"exclude"?'),
-        ({"memory": {"enabled": True}}, '"enabled" or "statistics.enabled"?'),
-    ],
-)
+@pytest.mark.parametrize(("section", "answer"), [
+    ({"place": "ort"}, '"compile.place" or "ortmodule.place"?'),
+    ({"plaec": "ort"}, '"compile.place" or "ortmodule.place"?'),
+    ({"verfy": "off"}, '"compile.verify"?'),
+    ({"compile": {"exclude": ["head"]}}, '"exclude"?'),
+    ({"memory": {"enabled": True}}, '"enabled" or "statistics.enabled"?'),
+])  # fmt: skip
 def test_a_right_key_in_a_wrong_place_is_answered_with_its_path(section, answer):
     with pytest.raises(ConfigError) as error:
         config.parse(section)
     assert f"did you mean {answer}" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("section", "path", "value"),
-    [
-        ({"enabled": "yes"}, "ort_zero.enabled", "'yes'"),
-        ({"enabled": 1}, "ort_zero.enabled", "1"),
-        ({"fallback": "ignore"}, "ort_zero.fallback", "'ignore'"),
-        ({"backend": "onnx"}, "ort_zero.backend", "'onnx'"),
-        ({"compile": {"max_unit_elements": 0}}, "ort_zero.compile.max_unit_elements", "0"),
-        ({"compile": {"max_unit_elements": "8"}}, "ort_zero.compile.max_unit_elements", "'8'"),
-        ({"log_level": "LOUD"}, "ort_zero.log_level", "'LOUD'"),
-        ({"save_onnx": 3}, "ort_zero.save_onnx", "3"),
-        ({"compile": True}, "ort_zero.compile", "True"),
-    ],
-)
+@pytest.mark.parametrize(("section", "path", "value"), [
+    ({"enabled": "yes"}, "ort_zero.enabled", "'yes'"),
+    ({"enabled": 1}, "ort_zero.enabled", "1"),
+    ({"fallback": "ignore"}, "ort_zero.fallback", "'ignore'"),
+    ({"backend": "onnx"}, "ort_zero.backend", "'onnx'"),
+    ({"compile": {"max_unit_elements": 0}}, "ort_zero.compile.max_unit_elements", "0"),
+    ({"compile": {"max_unit_elements": "8"}}, "ort_zero.compile.max_unit_elements", "'8'"),
+    ({"log_level": "LOUD"}, "ort_zero.log_level", "'LOUD'"),
+    ({"save_onnx": 3}, "ort_zero.save_onnx", "3"),
+    ({"compile": True}, "ort_zero.compile", "True"),
+])  # fmt: skip
 def test_wrong_value_names_path_and_value(section, path, value):
     with pytest.raises(ConfigError) as error:
         config.parse(section)
@@ -103,15 +94,12 @@ def test_checkpoints_are_sharded_unless_told_otherwise():
         config.parse({"checkpoint": {"sharded": False, "async_save": True}})
 
 
-@pytest.mark.parametrize(
-    "compile, words",
-    [
-        ({"runners": ["ort", "fast"]}, r"ort_zero.compile.runners.1: Input should be 'ort', 'inductor' or 'torch'"),
-        ({"runners": []}, "ort_zero.compile.runners: List should have at least 1 item"),
-        ({"runners": ["torch"]}, 'ort_zero.compile.runners: must have "ort" or "inductor"; PyTorch runs the model'),
-        ({"place": "ort", "runners": ["inductor"]}, 'ort_zero.compile.runners: must have "ort", since "place"'),
-    ],
-)
+@pytest.mark.parametrize("compile, words", [
+    ({"runners": ["ort", "fast"]}, r"ort_zero.compile.runners.1: Input should be 'ort', 'inductor' or 'torch'"),
+    ({"runners": []}, "ort_zero.compile.runners: List should have at least 1 item"),
+    ({"runners": ["torch"]}, 'ort_zero.compile.runners: must have "ort" or "inductor"; PyTorch runs the model'),
+    ({"place": "ort", "runners": ["inductor"]}, 'ort_zero.compile.runners: must have "ort", since "place"'),
+])  # fmt: skip
 def test_runners_that_cannot_be(compile: dict, words: str):
     with pytest.raises(ConfigError, match=words):
         config.parse({"compile": compile})

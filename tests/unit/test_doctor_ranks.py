@@ -29,11 +29,15 @@ def compare(storage: list[str] | None = None, files: list[list[str]] | None = No
 
 
 def test_ranks_that_see_the_same_are_ready(tmp_path):
-    (tmp_path / "ds.json").write_text("{}")
-    reports = compare([str(tmp_path / "new")] * RANKS, [[str(tmp_path / "ds.json")]] * RANKS)
+    names = [str(tmp_path / name) for name in ("x", "same", "other", "gone")]
+    for name, text in zip(names, ("1", "1", "2")):
+        Path(name).write_text(text)
+    reports = compare([str(tmp_path / "new")] * RANKS, [names] * RANKS)
     assert all(report.ok and report.ranks == RANKS and len(report.hosts) == 1 for report in reports)
-    assert {"torch", "python", "ort_zero", f"file {tmp_path / 'ds.json'}"} <= reports[0].facts.keys()
+    assert {"torch", "python", "ort_zero"} <= reports[0].facts.keys()
     assert not list((tmp_path / "new").iterdir())
+    first, same, other, gone = (reports[0].facts[f"file {name}"] for name in names)
+    assert first.startswith("xxh3 ") and first == same != other and gone == "No such file or directory"
 
 
 def test_a_folder_of_a_hosts_own_is_named_with_the_ranks_that_have_it(tmp_path):
@@ -61,16 +65,6 @@ def test_other_versions_are_named_with_their_ranks():
     assert doctor_ranks.differences([{"a": "1"}, {}], names) == [
         "a differs: 1 on rank 0 (node0); unknown on rank 1 (node0)"
     ]
-
-
-def test_a_file_is_compared_by_its_content_and_a_missing_one_says_so(tmp_path):
-    names = [str(tmp_path / name) for name in ("x", "same", "other", "gone")]
-    for name, text in zip(names, ("1", "1", "2")):
-        Path(name).write_text(text)
-    (report, *_) = compare(files=[names] * RANKS)
-    first, same, other, gone = (report.facts[f"file {name}"] for name in names)
-    assert report.ok and first.startswith("xxh3 ") and first == same != other
-    assert gone == "No such file or directory"
 
 
 @pytest.mark.skipif(not Path("/proc/thread-self/stat").exists(), reason="no file that differs between threads")

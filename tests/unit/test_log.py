@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import io
 import logging
-import sys
 import warnings
 from pathlib import Path
 
@@ -94,12 +93,17 @@ def test_of_two_engines_the_most_talkative_one_that_lives_decides(plain_logger):
 
 
 def test_other_loggers_are_untouched():
-    names = ["", "DeepSpeed", "torch", "transformers", "py.warnings"]
-    loggers = [logging.getLogger(name) for name in names]
-    before = [(x.level, x.handlers[:], x.filters[:], x.propagate, x.disabled) for x in loggers]
+    def state() -> list:
+        loggers = [logging.getLogger(name) for name in ("", "DeepSpeed", "torch", "transformers", "py.warnings")]
+        return [(x.level, x.handlers[:], x.filters[:], x.propagate, x.disabled) for x in loggers]
+
+    before = state()
     log.set_level("DEBUG")
     log.get_logger().debug("x")
-    assert [(x.level, x.handlers[:], x.filters[:], x.propagate, x.disabled) for x in loggers] == before
+    with root_logger_kept():  # as around the import of a package that configures it
+        logging.getLogger().addHandler(logging.NullHandler())
+        logging.getLogger().setLevel(logging.DEBUG)
+    assert state() == before
 
 
 def test_a_logger_that_the_user_configured_stays_theirs(plain_logger, capsys):
@@ -114,28 +118,21 @@ def test_a_logger_that_the_user_configured_stays_theirs(plain_logger, capsys):
     assert theirs.getvalue() == "seen\n" and capsys.readouterr().err == ""
 
 
-def test_what_an_import_puts_on_the_root_logger_is_taken_away():
-    root = logging.getLogger()
-    before, level = root.handlers[:], root.level
-    with root_logger_kept():
-        root.addHandler(logging.NullHandler())
-        root.setLevel(logging.DEBUG)
-    assert root.handlers == before and root.level == level
-
-
 def test_only_known_warnings_of_known_modules_are_silenced():
-    def warned(module: str, category: type[Warning], text: str) -> bool:
+    text = "`torch.distributed.all_gather_into_tensor` is deprecated. Please use another."
+    shown = []
+    for module, category, said in (
+        ("torch.distributed.c10d_logger", FutureWarning, text),
+        ("my.training", FutureWarning, text),
+        ("torch.distributed.c10d_logger", FutureWarning, "something else is deprecated"),
+        ("torch.distributed.c10d_logger", UserWarning, text),
+    ):
         with warnings.catch_warnings(record=True) as seen:
             warnings.filterwarnings("always", module="never")
             silence_deprecated_collectives()
-            warnings.warn_explicit(text, category, "file.py", 1, module)
-        return bool(seen)
-
-    text = "`torch.distributed.all_gather_into_tensor` is deprecated. Please use another."
-    assert not warned("torch.distributed.c10d_logger", FutureWarning, text)
-    assert warned("my.training", FutureWarning, text)
-    assert warned("torch.distributed.c10d_logger", FutureWarning, "something else is deprecated")
-    assert warned("torch.distributed.c10d_logger", UserWarning, text)
+            warnings.warn_explicit(said, category, "file.py", 1, module)
+        shown.append(bool(seen))
+    assert shown == [False, True, True, True]
 
 
 # -- the summary -------------------------------------------------------------------------------------------------------
@@ -161,81 +158,59 @@ def test_the_table_is_the_golden_one():
     assert text.isascii() and text + "\n" == (GOLDEN / "summary.txt").read_text()
     narrow = summary.table(status(), config.Config(), VERSIONS, PLANS, width=100)
     assert max(map(len, narrow.splitlines())) <= 100 and narrow.split() == text.split()
-
-
-def test_units_that_stay_in_pytorch_are_shown_with_the_reason():
-    failures = {"h.1": "ExportError: a size in a sort"}
-    text = summary.table(status(failures=failures), config.Config(), VERSIONS)
-    assert "  ExportError: a size in a sort" in [line for line in text.splitlines() if line.startswith("  h.1")][0]
-    assert "  segment segment_1f" in text
-
-
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def __init__(self, terminal: bool, encoding: str = "utf-8"):
-        super().__init__()
-        self.terminal = terminal
-
-    def isatty(self) -> bool:
-        return self.terminal
+    failed = summary.table(status(failures={"h.1": "ExportError: a size in a sort"}), config.Config(), VERSIONS)
+    assert "  ExportError: a size in a sort" in next(line for line in failed.splitlines() if line.startswith("  h.1"))
+    assert "  segment segment_1f" in failed
 
 
 class Runtime:
     """Runs a model, and is the engine that does so."""
 
-    def __init__(self):
-        self.engine = self
+    def __init__(self, **changes):
+        self.engine, self.changes = self, changes
 
     def status(self):
-        return status()
+        return status(**self.changes)
 
     def memory_summary(self):
         return PLANS
 
 
-def told(monkeypatch, stream, level="INFO", columns="80") -> str:
-    engine = Engine()
-    engine.module, engine.ort_zero_section = Engine(), config.Config()
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("COLUMNS", columns)
-    log.set_level(level)
+@pytest.fixture
+def announced(monkeypatch, capsys):
+    """Return a function that announces a model at a level, and returns what is said."""
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(summary, "_printed", [])
-    summary.announce(config.Config(), engine.module, Runtime())
-    return stream.getvalue()
+
+    def announce(level: str = "INFO", runtime: Runtime | None = None) -> str:
+        log.set_level(level)
+        summary.announce(config.Config(), None, runtime or Runtime())
+        return capsys.readouterr().err
+
+    return announce
 
 
-def test_later_models_of_a_process_have_one_line(monkeypatch):
-    first = told(monkeypatch, Terminal(False))
-    again = Terminal(False)
-    monkeypatch.setattr(sys, "stderr", again)
-    summary.announce(config.Config(), None, Runtime())
-    (line,) = again.getvalue().splitlines()
+def test_later_models_of_a_process_have_one_line(announced):
+    first, (line,) = announced(), announced().splitlines()
     assert len(first.splitlines()) > 10 and "GPT2LMHeadModel runs in ONNX Runtime: " in line and " units" in line
 
 
-def test_a_share_is_shown_once_it_is_settled(monkeypatch):
-    runtime, stream = Runtime(), Terminal(False)
-    monkeypatch.setattr(runtime, "status", lambda: status(settled=False), raising=False)
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(summary, "_printed", [])
-    log.set_level("INFO")
-    for settled, words in ((False, "not settled yet"), (True, "settled what runs where, of GPT2LMHeadModel: ONNX")):
-        stream.truncate(0)
-        settled_status = {**status()["compiled"], "units_in_torch": {"Block": "it is slower"}}
-        if settled:
-            runners = {"GPT2Block": {"units": {"inductor": 2}, "ms": {}}}
-            monkeypatch.setattr(runtime, "status", lambda: status(compiled=settled_status, runners=runners))
-        summary.announce(config.Config(), None, runtime)
-        text = stream.getvalue()
-        assert words in text and ("91 %" in text) is settled and ("; PyTorch runs Block whole" in text) is settled
-        assert ("; Inductor runs GPT2Block" in text) is settled
-    assert len(text.splitlines()) == 1
+def test_a_share_is_shown_once_it_is_settled(announced):
+    runtime = Runtime(settled=False)
+    text = announced(runtime=runtime)
+    assert "not settled yet" in text and "91 %" not in text and "; PyTorch runs" not in text
+    compiled = {**status()["compiled"], "units_in_torch": {"Block": "it is slower"}}
+    runtime.changes = {"compiled": compiled, "runners": {"GPT2Block": {"units": {"inductor": 2}, "ms": {}}}}
+    (line,) = announced(runtime=runtime).splitlines()
+    for words in (
+        "settled what runs where, of GPT2LMHeadModel: ONNX", "91 %", "; PyTorch runs Block whole",
+        "; Inductor runs GPT2Block",
+    ):  # fmt: skip
+        assert words in line
 
 
-def test_it_is_for_rank_0_from_info_on(monkeypatch):
-    assert told(monkeypatch, Terminal(False), "WARNING") == ""
-    assert told(monkeypatch, Terminal(False), "DEBUG").startswith("[ort_zero rank 0] INFO GPT2LMHeadModel runs in ONNX")
+def test_it_is_for_rank_0_from_info_on(announced, monkeypatch):
+    assert announced("WARNING") == ""
+    assert announced("DEBUG").startswith("[ort_zero rank 0] INFO GPT2LMHeadModel runs in ONNX")
     monkeypatch.setenv("RANK", "1")
-    assert told(monkeypatch, Terminal(False), "DEBUG") == ""
+    assert announced("DEBUG") == ""

@@ -6,11 +6,9 @@ import argparse
 import collections
 import datetime
 import enum
-import io
 import os
 import pathlib
 import pickle
-import pickletools
 import random
 import struct
 import sys
@@ -130,48 +128,42 @@ def test_nothing_that_is_named_is_imported(tmp_path, monkeypatch):
     assert isinstance(found, OpaqueObject) and "planted" not in sys.modules
 
 
-@pytest.mark.parametrize(
-    ("data", "name"),
-    [
-        (b"\x80\x02cposix\nsystem\nX\x04\x00\x00\x00true\x85R.", "posix.system"),
-        (b"\x80\x02c__builtin__\neval\nX\x01\x00\x00\x001\x85R.", "builtins.eval"),
-        (b"\x80\x02c__builtin__\ngetattr\nca\nB\nX\x01\x00\x00\x00c\x86R)R.", "a.B.c"),
-        (b"\x80\x02ctorch\nload\nX\x01\x00\x00\x00c\x85R.", "torch.load"),
-        (b"\x80\x04\x8c\nsubprocess\x8c\x05Popen\x93]\x85R.", "subprocess.Popen"),
-    ],
-)
+@pytest.mark.parametrize(("data", "name"), [
+    (b"\x80\x02cposix\nsystem\nX\x04\x00\x00\x00true\x85R.", "posix.system"),
+    (b"\x80\x02c__builtin__\neval\nX\x01\x00\x00\x001\x85R.", "builtins.eval"),
+    (b"\x80\x02c__builtin__\ngetattr\nca\nB\nX\x01\x00\x00\x00c\x86R)R.", "a.B.c"),
+    (b"\x80\x02ctorch\nload\nX\x01\x00\x00\x00c\x85R.", "torch.load"),
+    (b"\x80\x04\x8c\nsubprocess\x8c\x05Popen\x93]\x85R.", "subprocess.Popen"),
+])  # fmt: skip
 def test_calls_that_act_on_the_machine_are_refused_by_name(data, name):
     with pytest.raises(HostilePickleError, match=f"^{name}$"):
         load(data)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\x80\x02",
-        b"\x80\x02.",
-        b"\x80\x01N.",
-        b"\x80\x63N.",
-        b"\x80\x02S'a'\n.",
-        b"\x80\x02\x82\x01.",  # a number of the registry of extensions
-        b"\x80\x05\x97.",  # a buffer beside the pickle
-        b"\x80\x04\x8e" + struct.pack("<Q", 1 << 60) + b"x.",
-        b"\x80\x04\x8d" + struct.pack("<Q", 1 << 63) + b"x.",
-        b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b"x.",
-        b"\x80\x04\x95" + struct.pack("<Q", 1 << 40) + b"N.",
-        b"\x80\x02\x8b" + struct.pack("<I", 1 << 30) + b"x.",
-        b"\x80\x02\x8b" + struct.pack("<I", 5000) + b"x" * 5000 + b".",  # more digits than Python prints
-        b"\x80\x02]]b.",
-        b"\x80\x02NN\x85R.",
-        b"\x80\x02N)R.",
-        b"\x80\x02h\x05.",
-        b"\x80\x02K\x05r\xff\xff\xff\xff.",  # the unpickler would make a table of 64 GB
-        b"\x80\x02}]Ns.",
-        b"\x80\x02NQ.",
-        b"\x80\x02]K\x01]a\x86t.",
-    ],
-)
+@pytest.mark.parametrize("data", [
+    b"",
+    b"\x80\x02",
+    b"\x80\x02.",
+    b"\x80\x01N.",
+    b"\x80\x63N.",
+    b"\x80\x02S'a'\n.",
+    b"\x80\x02\x82\x01.",  # a number of the registry of extensions
+    b"\x80\x05\x97.",  # a buffer beside the pickle
+    b"\x80\x04\x8e" + struct.pack("<Q", 1 << 60) + b"x.",
+    b"\x80\x04\x8d" + struct.pack("<Q", 1 << 63) + b"x.",
+    b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b"x.",
+    b"\x80\x04\x95" + struct.pack("<Q", 1 << 40) + b"N.",
+    b"\x80\x02\x8b" + struct.pack("<I", 1 << 30) + b"x.",
+    b"\x80\x02\x8b" + struct.pack("<I", 5000) + b"x" * 5000 + b".",  # more digits than Python prints
+    b"\x80\x02]]b.",
+    b"\x80\x02NN\x85R.",
+    b"\x80\x02N)R.",
+    b"\x80\x02h\x05.",
+    b"\x80\x02K\x05r\xff\xff\xff\xff.",  # the unpickler would make a table of 64 GB
+    b"\x80\x02}]Ns.",
+    b"\x80\x02NQ.",
+    b"\x80\x02]K\x01]a\x86t.",
+])  # fmt: skip
 def test_malformed_pickles_are_one_error(data):
     with pytest.raises(MalformedPickleError):
         load(data)
@@ -186,15 +178,6 @@ def test_every_opcode_that_no_pickler_of_protocol_2_writes_is_refused():
             load(b"\x80\x02N" + bytes([code]) + b"\x01\x00\x00\x00os\nsystem\n.")
     for name in "EXT1 EXT2 EXT4 INST OBJ PERSID NEXT_BUFFER READONLY_BUFFER PUT GET DUP LIST DICT".split():
         assert getattr(pickle, name)[0] not in kept
-    for opcode in pickletools.opcodes:  # what the check knows of the others is what they do
-        code, mark = ord(opcode.code), pickletools.markobject in opcode.stack_before
-        if code in kept and opcode.name not in ("MEMOIZE", "MARK"):
-            takes = opcode.stack_before.index(pickletools.markobject) if mark else len(opcode.stack_before)
-            assert takes == (unpickler._MARK_TAKERS if mark else {**dict.fromkeys(kept, 0), **unpickler._TAKERS})[code]
-            assert (len(opcode.stack_after) == 0) == (code in (*unpickler._WITHOUT_RESULT, *b"qr\x80\x95"))
-            width = {-2: 1, -3: 4, -4: 4, -5: 8}.get(opcode.arg.n, opcode.arg.n) if opcode.arg else 0
-            widths = {**dict.fromkeys(kept, 0), **unpickler._VALUES, **unpickler._LENGTHS, **unpickler._OTHERS}
-            assert width == widths[code] or opcode.name == "GLOBAL"
 
 
 DEEP_TUPLE = b")" + b"\x85" * 300_000
@@ -202,21 +185,11 @@ WIDE_TUPLE = b")" + b"q\x00h\x00\x86" * 60  # (t, t) of (t, t) of ...
 WIDE_SET = b"(K\x01\x91q\x00(K\x02\x91q\x01" + b"(h\x00h\x01\x91(h\x00h\x01K\x03\x91q\x010q\x000h\x00" * 60
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"}" + DEEP_TUPLE + b"Ns",
-        b"}(" + DEEP_TUPLE + b"Nu",
-        b"\x8f(" + DEEP_TUPLE + b"\x90",
-        b"(" + DEEP_TUPLE + b"\x91",
-        b"}" + WIDE_TUPLE + b"Ns",
-        b"}(K\x01N" + WIDE_TUPLE + b"Nu",
-        b"\x8f(" + WIDE_TUPLE + b"\x90",
-        b"(" + WIDE_TUPLE + b"\x91",
-        b"}" + WIDE_SET + b"Ns",
-        b"}((" + WIDE_TUPLE + b"\x85tNu",
-    ],
-)
+@pytest.mark.parametrize("data", [
+    b"}" + DEEP_TUPLE + b"Ns", b"}(" + DEEP_TUPLE + b"Nu", b"\x8f(" + DEEP_TUPLE + b"\x90", b"(" + DEEP_TUPLE + b"\x91",
+    b"}" + WIDE_TUPLE + b"Ns", b"}(K\x01N" + WIDE_TUPLE + b"Nu", b"\x8f(" + WIDE_TUPLE + b"\x90",
+    b"(" + WIDE_TUPLE + b"\x91", b"}" + WIDE_SET + b"Ns", b"}((" + WIDE_TUPLE + b"\x85tNu",
+])  # fmt: skip
 def test_a_key_whose_hash_never_ends_or_overflows_the_stack_is_refused_before_it_is_hashed(data):
     with pytest.raises(MalformedPickleError, match="a key at byte"):
         load(b"\x80\x04" + data + b".")
@@ -227,35 +200,27 @@ def test_a_tuple_of_any_size_is_a_value():
     assert load(pickle.dumps(value, 4)) == value
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"ca\nB\n}b",  # the state, items and entries of a class, not of its object
-        b"ca\nB\n](K\x01ee",
-        b"ca\nB\nNNs",
-        b"ca\nB\n(N\x90",
-        b"ca\nB\n)\x81(N\x90",
-        b"]N}X\x09\x00\x00\x00__class__ca\nB\ns\x86b",  # an attribute of a list
-        b"ca\nB\n]R",
-        b"ca\nB\n)}K\x01Ns\x92",  # a keyword that is a number
-        b"(0N",
-        b"N(t00",
-        b"X\x01\x00\x00\x00a)\x81",
-        b"(X\x07\x00\x00\x00storageca\nB\nK\x01NNtQ",
-        b"(X\x07\x00\x00\x00storageca\nB\n" + WIDE_TUPLE + b"NNtQ",  # a key that no message can show
-        b"".join(b"cm\nc%d\n0" % number for number in range(20_000)),
-        b"ca\nB\n)R" * 3 + b"0\x85" * 3 + b"tQ",
-        b"]r\x00\x00\x00\x00" + b"".join(b"]r%sh\x000" % n.to_bytes(4, "little") for n in range(9, 99)),
-    ],
-)
+@pytest.mark.parametrize("data", [
+    b"ca\nB\n}b",  # the state, items and entries of a class, not of its object
+    b"ca\nB\n](K\x01ee",
+    b"ca\nB\nNNs",
+    b"ca\nB\n(N\x90",
+    b"ca\nB\n)\x81(N\x90",
+    b"]N}X\x09\x00\x00\x00__class__ca\nB\ns\x86b",  # an attribute of a list
+    b"ca\nB\n]R",
+    b"ca\nB\n)}K\x01Ns\x92",  # a keyword that is a number
+    b"(0N",
+    b"N(t00",
+    b"X\x01\x00\x00\x00a)\x81",
+    b"(X\x07\x00\x00\x00storageca\nB\nK\x01NNtQ",
+    b"(X\x07\x00\x00\x00storageca\nB\n" + WIDE_TUPLE + b"NNtQ",  # a key that no message can show
+    b"".join(b"cm\nc%d\n0" % number for number in range(20_000)),
+    b"ca\nB\n)R" * 3 + b"0\x85" * 3 + b"tQ",
+    b"]r\x00\x00\x00\x00" + b"".join(b"]r%sh\x000" % n.to_bytes(4, "little") for n in range(9, 99)),
+])  # fmt: skip
 def test_opcodes_on_values_that_have_no_place_for_them_are_one_error(data):
     with pytest.raises(MalformedPickleError):
         load(b"\x80\x04" + data + b".")
-
-
-def test_a_call_of_a_getattr_of_anything_is_refused_without_printing_it():
-    with pytest.raises(HostilePickleError, match="the result of builtins.getattr"):
-        load(b"\x80\x04cbuiltins\ngetattr\nca\nB\n" + WIDE_TUPLE + b"\x86R)R.")
 
 
 def test_a_class_within_a_class_is_a_name_and_its_object_a_record():
@@ -264,8 +229,8 @@ def test_a_class_within_a_class_is_a_name_and_its_object_a_record():
     assert load(named + b"K\x01\x85\x81.").class_name == "a.B.c"
     with pytest.raises(MalformedPickleError, match="attributes of a function"):
         load(b"\x80\x02c__builtin__\ngetattr\n}X\x01\x00\x00\x00xK\x01sb.")
-    text = b"X" + (2000).to_bytes(4, "little") + b"c" * 2000
-    assert load(b"\x80\x02c__builtin__\ngetattr\nca\nB\n" + text + b"\x86R.").class_name == "builtins.getattr"
+    with pytest.raises(HostilePickleError, match="the result of builtins.getattr"):  # refused without printing it
+        load(b"\x80\x04cbuiltins\ngetattr\nca\nB\n" + WIDE_TUPLE + b"\x86R)R.")
 
 
 def test_an_object_has_no_attributes_but_its_state():
@@ -328,34 +293,12 @@ def test_what_is_shared_stays_shared():
     assert found[0] is found[1]["a"]
 
 
-def pickled_tensor(shape: tuple, strides: tuple, offset: Any = 0, key: str = "0", kind: str = "FloatStorage") -> bytes:
+def pickled_tensor(shape: Any, strides: tuple, offset: Any = 0, key: str = "0") -> bytes:
     """Return the pickle of a tensor in the form of torch.save."""
-
-    class Storage:
-        pass
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, value: Any) -> Any:
-            return ("storage", Kind, key, "cuda:1", 12) if isinstance(value, Storage) else None
-
-    class Tensor:
-        def __reduce__(self) -> tuple:
-            return rebuild_v2, (Storage(), offset, shape, strides, False, collections.OrderedDict())
-
-    Kind = type(kind, (), {"__module__": "torch"})
-    rebuild_v2 = type("_rebuild_tensor_v2", (), {"__module__": "torch._utils"})
-    stubs = {"torch": types.ModuleType("torch"), "torch._utils": types.ModuleType("torch._utils")}
-    setattr(stubs["torch"], kind, Kind)
-    stubs["torch._utils"]._rebuild_tensor_v2 = rebuild_v2
-    before = {name: sys.modules.get(name) for name in stubs}
-    sys.modules.update(stubs)
-    try:
-        stream = io.BytesIO()
-        Pickler(stream, 2).dump(Tensor())
-        return stream.getvalue()
-    finally:
-        for name, module in before.items():
-            sys.modules.pop(name) if module is None else sys.modules.__setitem__(name, module)
+    text, of_key, at, size, steps = (pickle.dumps(v, 2)[2:-1] for v in ("storage", key, offset, shape, strides))
+    storage = b"(" + text + b"ctorch\nFloatStorage\n" + of_key + b"X\x06\x00\x00\x00cuda:1K\x0ctQ"
+    call = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n("
+    return call + storage + at + size + steps + b"\x89ccollections\nOrderedDict\n)RtR."
 
 
 def test_a_tensor_is_a_record_of_its_place():

@@ -91,23 +91,20 @@ def test_torch_s_record_is_a_tree_of_each_step(tmp_path):
     assert sum(event["dur"] for event in ranges) / 1e6 == pytest.approx(sum(map(seconds_of, steps)))
 
 
-@pytest.mark.parametrize(
-    ("group", "names"),
-    [
-        ("matrix products", "Gemm FusedMatMul aten::addmm aten::bmm aten::linear mkldnn::_linear_pointwise"),
-        ("attention", "Attention aten::_scaled_dot_product_flash_attention_for_cpu_backward"),
-        ("softmax", "Softmax LogSoftmaxGrad aten::_softmax_backward_data aten::isnan"),
-        ("loss", "SoftmaxCrossEntropyLossInternalGrad aten::nll_loss_forward"),
-        ("normalization", "SimplifiedLayerNormalization aten::native_batch_norm"),
-        ("activations", "BiasGelu aten::relu_ aten::threshold_backward aten::tanh"),
-        ("sums over axes", "ReduceSum aten::sum aten::max"),
-        ("element by element", "Sum Max Greater aten::add_ aten::rsqrt aten::masked_fill_ aten::logical_not"),
-        ("copies, casts and zeros", "Transpose Cast aten::copy_ aten::cat aten::_to_copy aten::zeros_like"),
-        ("shapes and views", "Reshape aten::t aten::transpose aten::split_with_sizes detach"),
-        ("embedding and gathering", "GatherGrad aten::embedding_dense_backward aten::index_put_"),
-        (operator_groups.OTHER, "com.example::Foo com.example::Gemm aten::fft_r2c"),
-    ],
-)
+@pytest.mark.parametrize(("group", "names"), [
+    ("matrix products", "Gemm FusedMatMul aten::addmm aten::bmm aten::linear mkldnn::_linear_pointwise"),
+    ("attention", "Attention aten::_scaled_dot_product_flash_attention_for_cpu_backward"),
+    ("softmax", "Softmax LogSoftmaxGrad aten::_softmax_backward_data aten::isnan"),
+    ("loss", "SoftmaxCrossEntropyLossInternalGrad aten::nll_loss_forward"),
+    ("normalization", "SimplifiedLayerNormalization aten::native_batch_norm"),
+    ("activations", "BiasGelu aten::relu_ aten::threshold_backward aten::tanh"),
+    ("sums over axes", "ReduceSum aten::sum aten::max"),
+    ("element by element", "Sum Max Greater aten::add_ aten::rsqrt aten::masked_fill_ aten::logical_not"),
+    ("copies, casts and zeros", "Transpose Cast aten::copy_ aten::cat aten::_to_copy aten::zeros_like"),
+    ("shapes and views", "Reshape aten::t aten::transpose aten::split_with_sizes detach"),
+    ("embedding and gathering", "GatherGrad aten::embedding_dense_backward aten::index_put_"),
+    (operator_groups.OTHER, "com.example::Foo com.example::Gemm aten::fft_r2c"),
+])  # fmt: skip
 def test_operators_of_both_runtimes_stand_in_one_group(group, names):
     assert {name: operator_groups.group_of(name) for name in names.split()} == dict.fromkeys(names.split(), group)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = ROOT / "tests/clients"
-ALL = sorted(CLIENTS.glob("test_*.py"))
 
 
 @pytest.fixture(scope="module")
@@ -20,16 +18,6 @@ def programs_page():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def marked(path: Path) -> bool:
-    assigned = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign)]
-    return any(ast.unparse(node) == "pytestmark = pytest.mark.clients" for node in assigned)
-
-
-@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
-def test_what_needs_other_packages_is_marked(path):
-    assert marked(path)
 
 
 def test_every_row_is_that_of_a_program(programs_page):

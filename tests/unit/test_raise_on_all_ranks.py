@@ -28,13 +28,6 @@ class Scripted(RankGroup):
         return [first, value, third]
 
 
-def test_a_block_that_succeeds_everywhere_raises_nothing():
-    ranks = Scripted((None, None))
-    with ranks.raise_on_all("saving"):
-        pass
-    assert ranks.sent == [None]
-
-
 def test_a_rank_that_succeeded_names_every_rank_that_failed():
     with pytest.raises(RankError) as caught, Scripted(("disk full", "no permission")).raise_on_all("saving"):
         pass
@@ -56,21 +49,17 @@ def test_an_oserror_says_what_failed():
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_one_error_everywhere_names_every_rank_that_failed():
-    for mine in (None, ConfigError("bad plan")):
-        with pytest.raises(ConfigError) as caught:
-            with Scripted((None, "no file")).raise_on_all("reading", everywhere=ConfigError):
-                if mine is not None:
-                    raise mine
-        named = "rank 2: no file" if mine is None else "rank 1: bad plan; rank 2: no file"
-        assert str(caught.value) == named
-
-
-def test_where_all_failed_each_rank_keeps_its_own_error():
+@pytest.mark.parametrize(("mine", "others", "said"), [
+    (None, (None, "no file"), "rank 2: no file"),
+    ("bad plan", (None, "no file"), "rank 1: bad plan; rank 2: no file"),
+    ("bad plan", ("bad plan", "bad plan"), "bad plan"),
+])  # fmt: skip
+def test_one_error_everywhere_names_every_rank_that_failed(mine, others, said):
     with pytest.raises(ConfigError) as caught:
-        with Scripted(("bad plan", "bad plan")).raise_on_all("reading", everywhere=ConfigError):
-            raise ConfigError("bad plan")
-    assert str(caught.value) == "bad plan"
+        with Scripted(others).raise_on_all("reading", everywhere=ConfigError):
+            if mine is not None:
+                raise ConfigError(mine)
+    assert str(caught.value) == said
 
 
 def test_a_rank_that_is_gone_breaks_the_group():
@@ -81,13 +70,6 @@ def test_a_rank_that_is_gone_breaks_the_group():
     assert ranks.broken
     with pytest.raises(ValueError, match="mine"), ranks.raise_on_all("saving"):  # says more than that others are gone
         raise ValueError("mine")
-
-
-def test_one_rank_alone_exchanges_nothing():
-    alone = RankGroup()
-    assert (alone.rank, alone.size, alone.gather(3), alone.broadcast(4)) == (0, 1, [3], 4)
-    with pytest.raises(KeyError), alone.raise_on_all("x", everywhere=ConfigError):
-        raise KeyError("mine")
 
 
 def test_an_interrupt_waits_for_the_exchange_and_reaches_a_block_at_once():

@@ -9,7 +9,8 @@ from importlib import metadata
 import pytest
 
 from ort_zero import config, log
-from ort_zero.compat import versions
+from ort_zero.cli.examinations import machine
+from ort_zero.compat import torch_extensions, versions
 from ort_zero.errors import BuildError, ConfigError, UnsupportedVersionError
 from ort_zero.ortmodule.upstream import extensions
 
@@ -36,23 +37,27 @@ def installed(monkeypatch):
     return use
 
 
-def test_what_was_tried_is_accepted_without_a_word(installed):
-    installed()
-    assert versions.require("ort") == () and versions.require("zero") == ()
-
-
 @pytest.mark.parametrize("python", [(3, 10, 13), (3, 11, 7), (3, 12, 1), (3, 13, 0), (3, 14, 0)])
-def test_plain_onnxruntime_is_accepted_on_every_python(installed, python):
+def test_plain_onnxruntime_is_accepted_on_every_python(installed, monkeypatch, python):
     installed(python, PLAIN)
     assert versions.require("compile") == () and versions.engine() == "compile" and versions.clash() is None
     assert [row.name for row in versions.findings()] == ["python", "torch", "deepspeed", "onnxruntime", "onnx"]
-    assert all(row.ok for row in versions.findings())
+    for name in ("ORT_ZERO_DISABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("unsuitable_compiler", "missing_for_operators"):
+        monkeypatch.setattr(torch_extensions, name, lambda: None)
+    providers = subprocess.CompletedProcess([], 0, stdout="providers CPUExecutionProvider\n", stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: providers)
+    report = machine.examine()
+    assert report.problems == () and report.facts["extensions"].startswith("none needed")
+    assert report.facts["engine"].startswith("compile: torch.compile with plain onnxruntime")
 
 
 def test_the_gpu_wheel_and_the_training_wheel_run_the_compile_backend_too(installed):
     installed(all_=ALL, onnxruntime_gpu="1.32.0")
     assert versions.require("compile") == () and "onnxruntime-gpu" in [row.name for row in versions.findings()]
     installed()
+    assert versions.require("ort") == versions.require("zero") == ()
     assert versions.require("compile") == ("onnxruntime-training 1.19.2",) and versions.engine() == "compile"
     assert "onnxruntime-training" in [row.name for row in versions.findings()]
 
@@ -67,15 +72,12 @@ def test_a_variable_chooses_the_engine_of_auto(installed, monkeypatch):
         config.parse({}).engine()
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"torch": "2.6.0"}, r"torch 2\.6\.0; ort_zero works with torch>=2\.7: pip install 'torch==2\.13\.0'"),
-        ({"onnxruntime": "1.18.1"}, r"onnxruntime 1\.18\.1; ort_zero works with onnxruntime>=1\.19: pip install"),
-        ({"onnxruntime": None}, r"onnxruntime is not installed; .*: pip install 'onnxruntime>=1\.19'"),
-        ({"onnx": None}, r"onnx is not installed; .*: pip install 'onnx>=1\.17,<2'"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"torch": "2.6.0"}, r"torch 2\.6\.0; ort_zero works with torch>=2\.7: pip install 'torch==2\.13\.0'"),
+    ({"onnxruntime": "1.18.1"}, r"onnxruntime 1\.18\.1; ort_zero works with onnxruntime>=1\.19: pip install"),
+    ({"onnxruntime": None}, r"onnxruntime is not installed; .*: pip install 'onnxruntime>=1\.19'"),
+    ({"onnx": None}, r"onnx is not installed; .*: pip install 'onnx>=1\.17,<2'"),
+])  # fmt: skip
 def test_the_compile_backend_says_what_it_lacks(installed, changed, said):
     installed((3, 13, 0), PLAIN, **changed)
     with pytest.raises(UnsupportedVersionError, match=said):
@@ -90,14 +92,9 @@ def test_ortmodule_beside_plain_onnxruntime_is_told_to_take_that_away_first(inst
     assert str(error.value).endswith("pip uninstall -y onnxruntime && pip install 'onnxruntime-training==1.19.2'")
 
 
-@pytest.mark.parametrize(
-    ("package", "version"),
-    [
-        ("torch", "2.31.0"),
-        ("deepspeed", "0.16.9"),
-        ("onnxruntime_training", "1.22.0+cpu"),
-    ],
-)
+@pytest.mark.parametrize(("package", "version"), [
+    ("torch", "2.31.0"), ("deepspeed", "0.16.9"), ("onnxruntime_training", "1.22.0+cpu"),
+])  # fmt: skip
 def test_another_version_is_accepted_and_said_to_be_untested_once(installed, capsys, package, version):
     installed(**{package: version})
     log.set_level("INFO")  # a model of another test may have set a higher one

@@ -32,8 +32,8 @@ STEPS = {
             *(
                 f"tests/unit/test_{name}.py"
                 for name in (
-                    "deepspeed_files deepspeed_hooks_probe torch_extensions deepspeed_state deepspeed_waits "
-                    "engine_patch optimizer_state patching versions"
+                    "deepspeed_files deepspeed_hooks_probe deepspeed_patches optimizer_state patching "
+                    "torch_extensions versions"
                 ).split()
             ),
             *(f"tests/contract/test_{name}.py" for name in ("deepspeed_hooks", "plugin_lifecycle")),
