@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -104,17 +105,26 @@ def same_layout(a: Table, b: Table) -> bool:
 # --- pairs -----------------------------------------------------------------------------------------------------------
 
 
+class Side(NamedTuple):
+    """One of the two runs in pairs."""
+
+    which: str
+    """``"first"`` or ``"second"``."""
+    layout: Layout
+    rows: np.ndarray
+    """The row of each pair."""
+    measured: np.ndarray
+    """For each pair, the row with its statistics; -1 if there are none."""
+    lone: np.ndarray
+    """Rows without a partner in the other run, in order of execution."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
     """The pairs of rows of two tables, in the first run's order of execution, and the rows without a partner."""
 
-    a: Layout
-    b: Layout
-    row_a: np.ndarray
-    row_b: np.ndarray
-    measured_a: np.ndarray
-    """For each pair, the row of the first table with its statistics; -1 if there are none."""
-    measured_b: np.ndarray
+    a: Side
+    b: Side
     new_value: np.ndarray
     """True where the pair's tensor is new in the step; False where both runs refer to the same earlier pair."""
     reference: np.ndarray
@@ -123,35 +133,28 @@ class Pairs:
     """False for gradients that are sums over different uses in the two runs, and for pairs without statistics."""
     gradient: np.ndarray
     """For each pair of the forward phase, the pair of its gradient; -1 if there is none."""
-    missing: np.ndarray
-    """Rows of the first table without a partner in the second table, in order of execution."""
-    extra: np.ndarray
-    """Rows of the second table without a partner in the first table, in order of execution."""
     reordered: np.ndarray
     """Pairs of the forward phase that come after a later one of the first run in the second run."""
 
     def __len__(self) -> int:
-        return len(self.row_a)
+        return len(self.a.rows)
 
     @property
     def phase(self) -> np.ndarray:
         """Phase of each pair, see :class:`~ort_zero.statistics.records.Phase`."""
-        return self.a.table.phase[self.row_a]
+        return self.a.layout.table.phase[self.a.rows]
 
     @property
     def kind(self) -> np.ndarray:
         """Code of the kind of each pair, see :data:`KIND_CODES`."""
-        return self.a.kind[self.row_a]
+        return self.a.layout.kind[self.a.rows]
 
 
 def pair(a: Layout, b: Layout) -> Pairs:
     """Pair the rows of two tables by their keys."""
-    row_in_a, row_in_b = ({key: row for row, key in enumerate(layout.keys)} for layout in (a, b))
-    sequence_a, sequence_b = a.sequence.tolist(), b.sequence.tolist()
-    both = [(row, row_in_b[a.keys[row]]) for row in sequence_a if a.keys[row] in row_in_b]
+    row_in_b = {key: row for row, key in enumerate(b.keys)}
+    both = [(row, row_in_b[a.keys[row]]) for row in a.sequence.tolist() if a.keys[row] in row_in_b]
     rows_a, rows_b = np.array(both, np.int64).reshape(-1, 2).T
-    missing = np.array([row for row in sequence_a if a.keys[row] not in row_in_b], np.int64)
-    extra = np.array([row for row in sequence_b if b.keys[row] not in row_in_a], np.int64)
     pair_of_a, pair_of_b = inverse(rows_a, len(a.keys)), inverse(rows_b, len(b.keys))
     measured_a, measured_b = a.measured[rows_a], b.measured[rows_b]
     from_a, from_b = pair_of_a[measured_a], pair_of_b[measured_b]
@@ -166,28 +169,22 @@ def pair(a: Layout, b: Layout) -> Pairs:
     forward = np.flatnonzero(a.table.phase[rows_a] == Phase.FORWARD)
     orders = b.table.order[rows_b[forward]]
     return Pairs(
-        a=a,
-        b=b,
-        row_a=rows_a,
-        row_b=rows_b,
-        measured_a=measured_a,
-        measured_b=measured_b,
+        a=Side("first", a, rows_a, measured_a, _lone_rows(a, pair_of_a, both_measured)),
+        b=Side("second", b, rows_b, measured_b, _lone_rows(b, pair_of_b, both_measured)),
         new_value=~refers,
         reference=np.where(refers, from_a, numbers),
         comparable=(measured_a >= 0) & (measured_b >= 0) & ~partial,
         gradient=np.where(gradients >= 0, pair_of_a[gradients], -1),
-        missing=_without_partial(a, missing, pair_of_a, both_measured),
-        extra=_without_partial(b, extra, pair_of_b, both_measured),
         reordered=forward[orders < np.maximum.accumulate(orders)],
     )
 
 
-def _without_partial(layout: Layout, lone: np.ndarray, pair_of: np.ndarray, both_measured: np.ndarray) -> np.ndarray:
-    """Return the rows `lone` without gradients of tensors that only one of the two runs measured in this row."""
+def _lone_rows(layout: Layout, pair_of: np.ndarray, both_measured: np.ndarray) -> np.ndarray:
+    """Return the rows without a pair, but for gradients of tensors that only one run measured in this row."""
+    lone = layout.sequence[pair_of[layout.sequence] < 0]
     forward = layout.forward[lone]
     number = np.where(forward >= 0, pair_of[forward], -1)
-    partial = (number >= 0) & ~both_measured[number]
-    return lone[~partial]
+    return lone[(number < 0) | both_measured[number]]
 
 
 def inverse(rows: np.ndarray, length: int) -> np.ndarray:

@@ -227,21 +227,19 @@ def notes_on_runs(a: Run, b: Run, steps: Sequence[int]) -> list[str]:
 
 def _other_structure(step: StepComparison) -> Iterator[tuple[str, str, list[str]]]:
     """Yield kind, words and names of the records by which the structures of one step of a rank differ."""
-    pairs, a = step.pairs, step.pairs.a.table
-    for kind, which, table, rows in (
-        ("missing", "first", a, pairs.missing),
-        ("extra", "second", pairs.b.table, pairs.extra),
-    ):
+    pairs = step.pairs
+    for kind, side, table in (("missing", pairs.a, step.a), ("extra", pairs.b, step.b)):
         # a gradient of zeros is equal to no gradient
+        rows = side.lone
         numbers = table.l2[rows] + table.nan[rows] + table.inf[rows]
         rows = rows[(table.phase[rows] < Phase.BACKWARD) | (table.source[rows] >= 0) | (numbers != 0)]
-        yield kind, f"only the {which} run has", [_full_name(table, row) for row in rows.tolist()]
+        yield kind, f"only the {side.which} run has", [_full_name(table, row) for row in rows.tolist()]
     for kind, words, at in (
         ("reordered", "in another order:", pairs.reordered),
         ("dtype", "in another dtype:", np.flatnonzero(step.other_dtype)),
         ("sampled", "not compared, sampled differently:", np.flatnonzero(step.other_sample)),
     ):
-        yield kind, words, [_full_name(a, row) for row in pairs.row_a[at].tolist()]
+        yield kind, words, [_full_name(step.a, row) for row in pairs.a.rows[at].tolist()]
 
 
 def _full_name(table: Table, row: int) -> str:

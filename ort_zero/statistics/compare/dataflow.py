@@ -148,7 +148,7 @@ def dataflow_of(pairs: Pairs) -> Dataflow:
 
 
 def _compound(pairs: Pairs, frames: int, frame_of_call: dict[int, int], owners: Links) -> np.ndarray:
-    table = pairs.a.table
+    table = pairs.a.layout.table
     callers = set(table.caller[table.phase == Phase.FORWARD].tolist())
     parameters = owners.frame[pairs.phase[owners.pair] == Phase.PARAMETER]
     compound = np.bincount(parameters, minlength=frames) > _SINGLE_PARAMETERS
@@ -157,11 +157,11 @@ def _compound(pairs: Pairs, frames: int, frame_of_call: dict[int, int], owners: 
 
 
 def _values(pairs: Pairs, forward: np.ndarray, frame_of_call: dict[int, int]) -> list[Value]:
-    table = pairs.a.table
+    table = pairs.a.layout.table
     values = []
     with_output: set[int] = set()
     for pair in forward.tolist():
-        row = pairs.row_a[pair]
+        row = pairs.a.rows[pair]
         call, kind, is_new = int(table.call[row]), pairs.kind[pair], bool(pairs.new_value[pair])
         inside, outside = frame_of_call[call], frame_of_call.get(int(table.caller[row]), -1)
         frame = outside if kind == INPUT else inside
@@ -189,11 +189,11 @@ def _frames(pairs: Pairs, forward: np.ndarray) -> dict[int, int]:
     A call whose inputs are not in both runs shares its caller's frame: a wrapper of one run alone, or a module that
     reads tensors from an object.
     """
-    table = pairs.a.table
+    table = pairs.a.layout.table
     rows = np.flatnonzero(table.phase == Phase.FORWARD)
     caller = dict(zip(table.call[rows].tolist(), table.caller[rows].tolist()))
-    taking = pairs.row_a[forward]
-    with_inputs = set(table.call[taking[pairs.a.kind[taking] == INPUT]].tolist())
+    taking = pairs.a.rows[forward]
+    with_inputs = set(table.call[taking[pairs.a.layout.kind[taking] == INPUT]].tolist())
     frame_of_call: dict[int, int] = {}
     numbers: dict[int, int] = {}
     for call in sorted(caller):
@@ -206,13 +206,13 @@ def _frames(pairs: Pairs, forward: np.ndarray) -> dict[int, int]:
 
 def _owners(pairs: Pairs, frame_of_call: dict[int, int]) -> Links:
     """Return the frames that use each parameter: the calls of its module, else of the nearest enclosing module."""
-    table = pairs.a.table
+    table = pairs.a.layout.table
     frames: dict[str, set[int]] = {}
     for row in np.flatnonzero(table.phase == Phase.FORWARD).tolist():
         frames.setdefault(table.module[row], set()).add(frame_of_call[int(table.call[row])])
     links = []
     for number in np.flatnonzero(pairs.kind > INSPECT).tolist():
-        module = table.module[pairs.row_a[number]]
+        module = table.module[pairs.a.rows[number]]
         while module and module not in frames:
             module = module.rpartition(".")[0]
         links += [(number, frame) for frame in sorted(frames.get(module, ()))]

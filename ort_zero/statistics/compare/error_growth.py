@@ -31,7 +31,7 @@ def estimate_parameter_errors(step: StepComparison, dataflow: Dataflow, previous
         step.parameter_error, step.unseen = unknown, np.zeros(0)
         return np.full(frames, unknown)
     scale = step.unsampled()[rows]
-    norm = np.maximum(step.a.l2[pairs.row_a[rows]], step.b.l2[pairs.row_b[rows]]) * scale
+    norm = np.maximum(step.a.l2[pairs.a.rows[rows]], step.b.l2[pairs.b.rows[rows]]) * scale
     step.unseen = _unseen(step, scale, previous)
     error = np.where(step.difference[rows] == SAME, unknown, step.error[rows])
     gap = np.maximum(error * norm, step.unseen)

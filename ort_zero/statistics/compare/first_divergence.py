@@ -50,7 +50,7 @@ def _divergence_at(step: StepComparison, number: int, numbers: np.ndarray, *, ev
     if only_norm:
         step = step.with_tolerance(number, step.norm_tolerance[number])
     record = step.record(number)
-    calls, row, how = CallTree(pairs.a), int(pairs.row_a[number]), _how_it_differs(record)
+    calls, row, how = CallTree(pairs.a.layout), int(pairs.a.rows[number]), _how_it_differs(record)
     direction, module, occurrence, sentence, hint = "forward", record.module, 1, "", ""
     if record.phase == Phase.PARAMETER:
         parameters = pairs.phase == Phase.PARAMETER
@@ -62,8 +62,8 @@ def _divergence_at(step: StepComparison, number: int, numbers: np.ndarray, *, ev
         sentence = f"{_spoken(module, occurrence)} runs in the {which} run alone, and "
         sentence += f"{_what_differs(record)}, which comes after it, {how}"
         record = dataclasses.replace(record, kind=kind)
-    elif record.phase == Phase.FORWARD and pairs.a.kind[row] == INPUT:
-        caller = int(pairs.a.table.caller[row])
+    elif record.phase == Phase.FORWARD and pairs.a.layout.kind[row] == INPUT:
+        caller = int(step.a.caller[row])
         if caller < 0:
             direction, module = "input", ""
             sentence = f"the model gets other data: {record.tensor} {how}"
@@ -71,7 +71,7 @@ def _divergence_at(step: StepComparison, number: int, numbers: np.ndarray, *, ev
         else:
             module, occurrence = calls.name(caller, record.module.rpartition(".")[0])
     elif record.phase == Phase.FORWARD:
-        call = int(pairs.a.table.call[row])
+        call = int(step.a.call[row])
         module, occurrence = calls.name(call, record.module)
         hint = _hint_on_output(step, number, call, module, only_norm)
     else:
@@ -115,7 +115,7 @@ def pairs_with_local_error(step: StepComparison, rtol: float | None) -> np.ndarr
 def _vanished(step: StepComparison) -> np.ndarray:
     """Return True for activations that are close to 0 in both runs."""
     pairs, a, b = step.pairs, step.a, step.b
-    rows_a, rows_b = pairs.measured_a, pairs.measured_b
+    rows_a, rows_b = pairs.a.measured, pairs.b.measured
     size = np.maximum(a.l2[rows_a], b.l2[rows_b]) / np.sqrt(np.maximum(a.elements[rows_a], 1))
     return (pairs.phase == Phase.FORWARD) & (step.difference == NUMERIC) & (size < VANISHED)
 
@@ -127,7 +127,7 @@ def _isolated(step: StepComparison, numbers: np.ndarray) -> np.ndarray:
     0, or back. A few elements change only a few numbers of the sketch.
     """
     pairs, a, b = step.pairs, step.a, step.b
-    rows_a, rows_b = pairs.measured_a[numbers], pairs.measured_b[numbers]
+    rows_a, rows_b = pairs.a.measured[numbers], pairs.b.measured[numbers]
     gaps = np.sort(np.abs(a.sketch[rows_a] - b.sketch[rows_b]), axis=1)[:, :-ISOLATED]
     norm = np.maximum(np.maximum(a.l2[rows_a], b.l2[rows_b]), np.finfo(float).tiny)
     rest = np.linalg.norm(gaps, axis=1) / norm
@@ -143,9 +143,7 @@ def find_update_divergence(previous: StepComparison | None, step: StepComparison
     if previous is None or previous.step + 1 != step.step or len(previous.parameters()) != len(rows):
         return None
     of_gradients = gradient_error(previous)
-    epsilon = np.maximum(
-        epsilons(pairs.a.table.dtype)[pairs.row_a[rows]], epsilons(pairs.b.table.dtype)[pairs.row_b[rows]]
-    )
+    epsilon = np.maximum(epsilons(a.dtype)[pairs.a.rows[rows]], epsilons(b.dtype)[pairs.b.rows[rows]])
     if not len(rows) or not of_gradients <= GRADIENTS_AGREE * float(np.median(epsilon)):
         return None
     change_a, change_b = (now - then for now, then in zip(step.parameter_sketches(), previous.parameter_sketches()))
@@ -154,7 +152,7 @@ def find_update_divergence(previous: StepComparison | None, step: StepComparison
     if not moved.any():
         return None
     gap = np.linalg.norm(change_a - change_b, axis=1)[moved] / size[moved]
-    norm = np.maximum(a.l2[pairs.measured_a[rows]], b.l2[pairs.measured_b[rows]])[moved]
+    norm = np.maximum(a.l2[pairs.a.measured[rows]], b.l2[pairs.b.measured[rows]])[moved]
     limit = max(UPDATE_GAP, UPDATE_SPREAD * float(np.sqrt(of_gradients))) + 8 * (epsilon[moved] * norm / size[moved])
     # the error that the update may leave, relative to the parameter as all errors are
     tolerance = np.divide(limit * size[moved], norm, out=np.zeros(len(norm)), where=norm > 0)
@@ -186,15 +184,13 @@ def _hint_on_output(step: StepComparison, number: int, call: int, module: str, o
             "dropout draws different masks in ONNX Runtime and in PyTorch, and after another number of draws: set p=0 "
             "to compare"
         )
-    called = CallTree(step.pairs.a).name(call)
+    called = CallTree(step.pairs.a.layout).name(call)
     hints = [
-        f"input{layout.table.slot[row]} is a tensor in the {side} run alone"
-        for side, layout, lone in (
-            ("first", step.pairs.a, step.pairs.missing),
-            ("second", step.pairs.b, step.pairs.extra),
-        )
-        for row in lone.tolist()
-        if layout.kind[row] == INPUT and (layout.table.module[row], int(layout.table.occurrence[row])) == called
+        f"input{side.layout.table.slot[row]} is a tensor in the {side.which} run alone"
+        for side in (step.pairs.a, step.pairs.b)
+        for row in side.lone.tolist()
+        if side.layout.kind[row] == INPUT
+        and (side.layout.table.module[row], int(side.layout.table.occurrence[row])) == called
     ]
     return ", ".join(hints[:3])
 
@@ -204,35 +200,30 @@ def _lost_gradient(step: StepComparison, value: int) -> tuple[int, str, str] | N
 
     If one run cut the autograd graph, the tensor at the cut has no gradient there, and later gradients are wrong.
     """
-    pairs = step.pairs
     lost = []
-    for layout, table, rows, lone, which in (
-        (pairs.a, step.a, pairs.row_a, pairs.missing, "second"),
-        (pairs.b, step.b, pairs.row_b, pairs.extra, "first"),
-    ):
-        lone = lone[(table.phase[lone] == Phase.BACKWARD) & (table.l2[lone] > 0)]
-        pair_of = inverse(rows, len(layout.keys))
-        for row in lone.tolist():
-            forward = int(layout.forward[row])
+    for side, table, which in ((step.pairs.a, step.a, "second"), (step.pairs.b, step.b, "first")):
+        pair_of = inverse(side.rows, len(table))
+        gradients = side.lone[(table.phase[side.lone] == Phase.BACKWARD) & (table.l2[side.lone] > 0)]
+        for row in gradients.tolist():
+            forward = int(side.layout.forward[row])
             if forward >= 0 and pair_of[forward] > value:
-                kind = "output" if layout.kind[row] == OUTPUT else "input"
-                name = f"{table.module[row]}'s {kind}{table.slot[row]}"
-                lost.append((int(pair_of[forward]), name, which))
+                kind = "output" if side.layout.kind[row] == OUTPUT else "input"
+                lost.append((int(pair_of[forward]), f"{table.module[row]}'s {kind}{table.slot[row]}", which))
     return max(lost, default=None)
 
 
 def _behind_gradient(pairs: Pairs, calls: CallTree, value: int, numbers: np.ndarray) -> tuple[str, int, str]:
     """Return module, occurrence and a hint for the call whose backward computed the gradient of a value."""
-    table = pairs.a.table
-    row = int(pairs.row_a[value])
+    table = pairs.a.layout.table
+    row = int(pairs.a.rows[value])
     seen = np.flatnonzero((pairs.reference == value) & (pairs.phase == Phase.FORWARD))
-    rows = pairs.row_a[seen]
-    takers, givers = (set(table.call[rows[pairs.a.kind[rows] == kind]].tolist()) for kind in (INPUT, OUTPUT))
+    rows = pairs.a.rows[seen]
+    takers, givers = (set(table.call[rows[pairs.a.layout.kind[rows] == kind]].tolist()) for kind in (INPUT, OUTPUT))
     # a call that returns its input, as dropout with p=0 does, computes nothing
     candidates = sorted(takers - givers)
     leaves = [call for call in candidates if call not in calls.callers]
     if len(leaves) > 1:
-        with_error = {table.module[pairs.row_a[i]] for i in numbers if pairs.phase[i] == Phase.PARAMETER_GRADIENT}
+        with_error = {table.module[pairs.a.rows[i]] for i in numbers if pairs.phase[i] == Phase.PARAMETER_GRADIENT}
         wrong = [call for call in leaves if calls.name(call)[0] in with_error]
         if len(wrong) == 1:
             return *calls.name(wrong[0]), ""
@@ -244,28 +235,20 @@ def _behind_gradient(pairs: Pairs, calls: CallTree, value: int, numbers: np.ndar
         return *calls.name(leaves[0]), ""
     if candidates:
         return *calls.name(max(candidates, key=lambda call: len(calls.chain(call)))), ""
-    around = int(table.caller[row]) if pairs.a.kind[row] == OUTPUT else int(table.call[row])
+    around = int(table.caller[row]) if pairs.a.layout.kind[row] == OUTPUT else int(table.call[row])
     return *calls.name(around, table.module[row].rpartition(".")[0]), ""
 
 
 def _only_in_one(pairs: Pairs, number: int) -> tuple[str, str, int] | None:
     """Return kind, module and occurrence of a call in one run alone, directly before the value of a pair."""
     before = number - 1
-    for kind, layout, rows, measured, lone in (
-        ("missing", pairs.a, pairs.row_a, pairs.measured_a, pairs.missing),
-        ("extra", pairs.b, pairs.row_b, pairs.measured_b, pairs.extra),
-    ):
-        table = layout.table
-        lone = lone[table.phase[lone] == Phase.FORWARD]
-        if not len(lone):
-            continue
-        shared = set(table.call[rows[pairs.phase == Phase.FORWARD]].tolist())
-        begin = table.order[rows[before]] if before >= 0 and pairs.phase[before] == Phase.FORWARD else -1
-        end = table.order[rows[number]]
-        orders = table.order[lone]
-        alone_before = lone[((orders > begin) & (orders < end)) | (lone == measured[number])]
-        calls = CallTree(layout)
-        for row in alone_before.tolist():
+    for kind, side in (("missing", pairs.a), ("extra", pairs.b)):
+        table, calls = side.layout.table, CallTree(side.layout)
+        lone = side.lone[table.phase[side.lone] == Phase.FORWARD]
+        shared = set(table.call[side.rows[pairs.phase == Phase.FORWARD]].tolist())
+        begin = table.order[side.rows[before]] if before >= 0 and pairs.phase[before] == Phase.FORWARD else -1
+        is_before = (table.order[lone] > begin) & (table.order[lone] < table.order[side.rows[number]])
+        for row in lone[is_before | (lone == side.measured[number])].tolist():
             alone = [call for call in calls.chain(int(table.call[row])) if call not in shared]
             if alone:
                 return kind, *calls.name(alone[-1], table.module[row])

@@ -76,7 +76,7 @@ def compare_operators(a: str, b: str, rank: int) -> OperatorComparison:
     step = StepComparison(rank, pair(layout_of(one), layout_of(two)), one, two)
     step.measure()
     error, inherited, tolerance = _judged(step)
-    rows = step.pairs.row_a.tolist()
+    rows = step.pairs.a.rows.tolist()
     found: dict[str, Any] = {}
     for at in np.flatnonzero(error > tolerance)[:1].tolist():
         row = rows[at]
@@ -85,7 +85,7 @@ def compare_operators(a: str, b: str, rank: int) -> OperatorComparison:
         found = {"first": first, "line": line, **{name: float(value) for name, value in figures.items()}}
     return OperatorComparison(
         step=one.step, rank=rank, compared=len({one.call[row] for row in rows}),
-        only=(_alone(one, step.pairs.missing), _alone(two, step.pairs.extra)), **found,
+        only=(_alone(one, step.pairs.a.lone), _alone(two, step.pairs.b.lone)), **found,
     )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def _alone(table: Table, rows: np.ndarray) -> list[str]:
 
 def _judged(step: StepComparison) -> list[np.ndarray]:
     """Return error, inherited error and tolerance of each pair; the pairs of a call follow each other."""
-    a, b, of_a, of_b, error = step.a, step.b, step.pairs.row_a, step.pairs.row_b, step.error
+    a, b, of_a, of_b, error = step.a, step.b, step.pairs.a.rows, step.pairs.b.rows, step.error
     epsilon = np.maximum(epsilons(a.dtype)[of_a], epsilons(b.dtype)[of_b])
     size = a.l2[of_a] / np.sqrt(np.maximum(a.elements[of_a], 1))
     inherited, tolerance = np.zeros(len(of_a)), np.zeros(len(of_a))

@@ -55,7 +55,7 @@ class RankComparison:
 
     def _dataflow_of(self, a: Table, b: Table) -> Dataflow:
         pairs = self._dataflow.pairs if self._dataflow is not None else None
-        if pairs is None or not same_layout(pairs.a.table, a) or not same_layout(pairs.b.table, b):
+        if pairs is None or not same_layout(pairs.a.layout.table, a) or not same_layout(pairs.b.layout.table, b):
             self._dataflow = dataflow_of(pair(layout_of(a), layout_of(b)))
         assert self._dataflow is not None
         return self._dataflow

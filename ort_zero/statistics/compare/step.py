@@ -73,19 +73,19 @@ class StepComparison:
     def parameter_sketches(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the sketches of the parameters in both runs, float64 [parameters, SKETCH]."""
         rows = self.parameters()
-        return self.a.sketch[self.pairs.measured_a[rows]], self.b.sketch[self.pairs.measured_b[rows]]
+        return self.a.sketch[self.pairs.a.measured[rows]], self.b.sketch[self.pairs.b.measured[rows]]
 
     def unsampled(self) -> np.ndarray:
         """Return for each pair the expected ratio of the whole tensor's norm to the norm of the measured sample."""
-        covered = self.a.elements[self.pairs.measured_a]
-        shapes = [self.a.shape[row] for row in self.pairs.row_a.tolist()]
+        covered = self.a.elements[self.pairs.a.measured]
+        shapes = [self.a.shape[row] for row in self.pairs.a.rows.tolist()]
         whole = np.fromiter((math.prod(shape) for shape in shapes), float, len(shapes))
         return np.sqrt(np.maximum(np.divide(whole, covered, out=np.ones(len(whole)), where=covered > 0), 1.0))
 
     def measure(self) -> None:
         """Set the distances of all pairs."""
         pairs, a, b = self.pairs, self.a, self.b
-        rows_a, rows_b = pairs.measured_a, pairs.measured_b
+        rows_a, rows_b = pairs.a.measured, pairs.b.measured
         norms = _of_larger_norm(abs(a.l2[rows_a] - b.l2[rows_b]), a, b, rows_a, rows_b)
         error = np.maximum(sketch_errors(a, b, rows_a, rows_b), norms)
         shape = _unequal(a.shape, b.shape, rows_a, rows_b)
@@ -114,7 +114,7 @@ class StepComparison:
     def record(self, number: int) -> ComparedRecord:
         """Return a pair as a record."""
         pairs, table = self.pairs, self.a
-        row = int(pairs.row_a[number])
+        row = int(pairs.a.rows[number])
         error, tolerance = float(self.error[number]), float(self.tolerance[number])
         return ComparedRecord(
             step=self.step,
@@ -128,8 +128,8 @@ class StepComparison:
             error=float("nan") if error >= NO_NUMBER else error,
             tolerance=tolerance,
             inherited=float(self.inherited[number]),
-            a=_side(table, row, int(pairs.measured_a[number])),
-            b=_side(self.b, int(pairs.row_b[number]), int(pairs.measured_b[number])),
+            a=_side(table, row, int(pairs.a.measured[number])),
+            b=_side(self.b, int(pairs.b.rows[number]), int(pairs.b.measured[number])),
         )
 
 

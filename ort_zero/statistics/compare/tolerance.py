@@ -79,9 +79,9 @@ class Conditions:
     def __init__(self, step: StepComparison, dataflow: Dataflow, other_dtype: bool, *, parameters_differ: bool):
         self.pairs, self.a, self.b = step.pairs, step.a, step.b
         self.dataflow, self.parameters_differ = dataflow, parameters_differ
-        rows, scale = self.pairs.measured_a, step.unsampled()
+        rows, scale = self.pairs.a.measured, step.unsampled()
         self._set_epsilon(other_dtype)
-        self.norm = np.maximum(self.a.l2[rows], self.b.l2[self.pairs.measured_b]) * scale
+        self.norm = np.maximum(self.a.l2[rows], self.b.l2[self.pairs.b.measured]) * scale
         """The larger of the two l2 norms of each pair, of whole tensors: zeros in place of values are no rounding
         error."""
         self.elements = np.maximum(self.a.elements[rows], 1) * scale**2
@@ -134,7 +134,7 @@ class Conditions:
         does, and a coarser tensor in one run alone is a difference.
         """
         pairs, dataflow = self.pairs, self.dataflow
-        a, b = epsilons(self.a.dtype)[pairs.row_a], epsilons(self.b.dtype)[pairs.row_b]
+        a, b = epsilons(self.a.dtype)[pairs.a.rows], epsilons(self.b.dtype)[pairs.b.rows]
         both = np.maximum(a, b) if other_dtype else np.minimum(a, b)
         of_frames = dataflow.readable.largest_of_frames(dataflow.frames, both)
         self.epsilon = both.copy()
@@ -150,7 +150,7 @@ class Conditions:
     def _set_forward(self) -> None:
         """Set the condition and amplification of values that frames computed."""
         dataflow, a = self.dataflow, self.a
-        rows, compound = self.pairs.measured_a, dataflow.compound
+        rows, compound = self.pairs.a.measured, dataflow.compound
         inner, root = dataflow.inner(), np.sqrt(self.elements)
         frame = dataflow.frame[inner]
         around = dataflow.largest_readable(np.where(self.usable, self.norm / root, 0.0))
@@ -173,7 +173,7 @@ class Conditions:
         """
         pairs, a = self.pairs, self.a
         taken, frames = self.dataflow.inputs
-        rows = pairs.measured_a[pairs.reference[taken]]
+        rows = pairs.a.measured[pairs.reference[taken]]
         mean, deviation = np.nan_to_num(a.mean[rows]), np.nan_to_num(a.std[rows])
         usable = self.usable[pairs.reference[taken]] & (deviation > 0)
         offset = np.divide(mean, deviation, out=np.zeros(len(rows)), where=usable) ** 2
@@ -197,7 +197,7 @@ class Conditions:
         pairs = self.pairs
         gradients = pairs.gradient[self.dataflow.returned]
         gradients = gradients[gradients >= 0]
-        shapes = [self.a.shape[row] for row in pairs.row_a[gradients].tolist()]
+        shapes = [self.a.shape[row] for row in pairs.a.rows[gradients].tolist()]
         last = np.array([max(shape[-1], 1) if shape else 1 for shape in shapes])
         rows = np.maximum(self.elements[gradients] / np.maximum(last, 1), 1.0)
         of_loss = _ratio(np.sqrt(2.0 / rows), self.norm[gradients])
@@ -212,7 +212,7 @@ class Conditions:
         """
         pairs, dataflow = self.pairs, self.dataflow
         of_gradients = self.norm_of_gradient
-        last = np.array([shape[-1] if shape else 1 for shape in self.a.shape])[pairs.row_a]
+        last = np.array([shape[-1] if shape else 1 for shape in self.a.shape])[pairs.a.rows]
         rows = np.sqrt(self.elements / np.maximum(last, 1))
         summed = dataflow.largest_gradient(of_gradients * rows)
         plain = dataflow.largest_gradient(of_gradients)
@@ -227,8 +227,8 @@ class Conditions:
         """Return True for gradients that may jump when an input changes slightly: of ReLU at 0, of a maximum."""
         pairs, a, b = self.pairs, self.a, self.b
         gradients = self.dataflow.with_gradient()[1]
-        zeros = np.minimum(a.zero[pairs.measured_a], b.zero[pairs.measured_b])
-        zeros = zeros / np.maximum(a.elements[pairs.measured_a], 1)
+        zeros = np.minimum(a.zero[pairs.a.measured], b.zero[pairs.b.measured])
+        zeros = zeros / np.maximum(a.elements[pairs.a.measured], 1)
         jumps = np.zeros(len(pairs), bool)
         jumps[gradients] = zeros[gradients] > _SOME_ZEROS
         return jumps
