@@ -104,6 +104,13 @@ def test_the_operator_is_named_in_both_engines_with_partitioned_parameters(run):
     assert operators["line"].endswith(f"train.py:{line} in forward") and operators["only"] == [[], []], operators
 
 
+def test_the_operator_is_named_where_inductor_runs_the_units(run):
+    inductor = {"ort_zero": {"compile": {"place": "measured", "runners": ["inductor"]}}}
+    _, found, _, _ = run("--env", "SCALE=1.01", "--operators", "auto", **inductor)
+    operators = found["operators"]
+    assert operators["first"] == "aten.mul(4x64), forward of blocks.0, output[0]" and operators["only"] == [[], []]
+
+
 def test_against_eager_by_the_launcher_of_deepspeed(run):
     status, found, a, b = run("--against", "eager", launcher="deepspeed --num_accelerators", ranks=1)
     assert status == 0 and [found[run]["backend"] for run in "ab"] == ["onnxruntime", "torch"]

@@ -321,6 +321,9 @@ def test_a_number_as_tolerance():
     assert comparison.verdict.module == "transformer.h.1.mlp.c_proj" and comparison.rtol == "0.0001"
     assert all(difference.error > 1e-4 for difference in comparison.differences)
     assert compare_runs(right("gpt2"), wrong, rtol=0.5).verdict.same
+    passed = comparison.verdict.difference.error * 1.001  # a tolerance that only the error of later modules is above
+    drift = compare_runs(right("gpt2"), wrong, rtol=passed).verdict
+    assert not drift.same and "is where the error of its inputs passes the tolerance: " in drift.text
 
 
 @pytest.mark.parametrize("model", MODELS)

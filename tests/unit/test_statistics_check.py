@@ -9,7 +9,6 @@ from checked_programs import FAULTS, HEALTHY, Net, train
 
 from ort_zero.cli import main as cli
 from ort_zero.statistics.check.checked_run import check
-from ort_zero.statistics.check.findings import CERTAIN, PERHAPS
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -52,8 +51,3 @@ def test_the_command_prints_a_verdict(tmp_path, capsys):
     assert "healthy: no rule finds anything wrong in 1 rank, steps 0 to 7" in capsys.readouterr().out
     assert cli.main(["stats", "check", str(tmp_path / "none")]) == 2
     assert "does not exist" in capsys.readouterr().err
-
-
-def test_certain_texts_say_what_is_and_others_what_may_be():
-    assert not [text for _, _, text, _ in CERTAIN.values() if "may" in text.split()]
-    assert all("may" in text.split() for _, _, text, _ in PERHAPS.values())

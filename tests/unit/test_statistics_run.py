@@ -140,6 +140,71 @@ def test_a_run_that_fails_is_named_with_its_last_lines(script, capsys):
     assert lines[-1].strip() == "| ValueError: no more data"
 
 
+USES_A_LIBRARY = """
+import os, sys
+import torch
+from torch import nn
+sys.path.insert(0, os.environ["LIBRARY"])
+import library
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.pixels = nn.Embedding(50, 16), nn.Linear(8, 16)
+        self.block = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, input_ids, pixel_values):
+        return self.block(self.words(input_ids).mean(1) + self.pixels(pixel_values).mean(0)).square().mean()
+
+model = Model()
+library.initialize(model)
+generator = torch.Generator().manual_seed(0)
+for step in range(3):
+    texts = torch.randint(0, 50, (4, 12), generator=generator)
+    model(**library.process(texts, torch.randn(4, 8, generator=generator))).backward()
+"""
+LIBRARY = """
+from torch import nn
+
+def initialize(model):
+    for module in model.modules():
+        for child in ALL_OF_THEM:
+            if isinstance(child, nn.Linear):
+                nn.init.normal_(child.weight, std=0.02)
+
+def process(texts, images):
+    return {"input_ids": texts[:SAMPLES], "pixel_values": images}
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "direction", "told", "begins"),
+    [
+        (
+            {"ALL_OF_THEM": "module.modules()"}, "forward", "start from different parameters",
+            ["other initial weights", "other random states"],
+        ),
+        ({"SAMPLES": "1"}, "input", "input_ids has shape (1, 12) and (4, 12)", ["other batches from step 0 on"]),
+    ],
+    ids=["weights initialized twice (transformers 17877)", "one text of a batch (transformers 34204)"],
+)  # fmt: skip
+def test_a_library_of_another_version_is_told_apart(script, fault, direction, told, begins, monkeypatch, capsys):
+    script.write_text(USES_A_LIBRARY)
+    healthy = {"ALL_OF_THEM": "[module]", "SAMPLES": "4"}
+    for name, values in (("old", healthy | fault), ("new", healthy)):
+        (script.parent / name).mkdir()
+        text = LIBRARY
+        for placeholder, value in values.items():
+            text = text.replace(placeholder, value)
+        (script.parent / name / "library.py").write_text(text)
+    monkeypatch.setenv("LIBRARY", str(script.parent / "old"))
+    assert run(script, "--env", f"LIBRARY={script.parent / 'new'}", "--steps", "2", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert told in found["verdict"]["text"] and found["verdict"]["difference"]["step"] == 0
+    assert found["verdict"]["direction"] == direction
+    assert [text.split(":")[0] for text in found["beginnings"]] == begins
+
+
 def test_a_run_that_hangs_is_ended_and_named_with_its_line(script, capsys):
     assert run(script, "--env", "HANG=1", "--timeout", "4", "--", "5") == 2
     *lines, last = capsys.readouterr().err.splitlines()

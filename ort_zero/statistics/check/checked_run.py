@@ -10,7 +10,7 @@ from pathlib import Path
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics.check.findings import Finding
 from ort_zero.statistics.check.history import History, read_history
-from ort_zero.statistics.check.rules import RULES
+from ort_zero.statistics.check.rules import findings_in
 from ort_zero.statistics.compare.report import rendered, write_page
 from ort_zero.statistics.files import open_run
 from ort_zero.statistics.naming import span
@@ -56,7 +56,7 @@ def check(path: str | os.PathLike, progress: bool = False) -> CheckedRun:
     if not run.info.steps:
         raise StatisticsError(f"{run.info.path} has no full step that every rank has: collect it again")
     history = read_history(run, progress)
-    findings = merged(finding for rule in RULES for finding in rule(history))
+    findings = merged(findings_in(history))
     return CheckedRun(
         run=run.info,
         findings=[finding for finding in findings if finding.certain],

@@ -41,10 +41,14 @@ def find_divergence(of_ranks: Sequence[StepComparison], rtol: float | None) -> t
     if not by_rank:
         return None
     number, _, step, numbers = min(by_rank, key=lambda item: item[:2])
-    return _divergence_at(step, number, numbers, everywhere=len(by_rank) == len(of_ranks)), number
+    is_drift = rtol is not None and bool(step.error[number] <= INHERITED_TIMES * step.inherited[number])
+    everywhere = len(by_rank) == len(of_ranks)
+    return _divergence_at(step, number, numbers, everywhere=everywhere, is_drift=is_drift), number
 
 
-def _divergence_at(step: StepComparison, number: int, numbers: np.ndarray, *, everywhere: bool) -> FirstDivergence:
+def _divergence_at(
+    step: StepComparison, number: int, numbers: np.ndarray, *, everywhere: bool, is_drift: bool
+) -> FirstDivergence:
     pairs = step.pairs
     only_norm = bool(step.error[number] <= step.tolerance[number])
     if only_norm:
@@ -84,6 +88,7 @@ def _divergence_at(step: StepComparison, number: int, numbers: np.ndarray, *, ev
             hint = f"no gradient comes to {lost[1]} in the {lost[2]} run"
     if not sentence:
         verb = "adds the error" if record.kind == "numeric" else "is where the runs diverge"
+        verb = "is where the error of its inputs passes the tolerance" if is_drift else verb
         sentence = f"{_spoken(module, occurrence)} {verb}: {_what_differs(record)} {how}"
     text = f"step {record.step}, rank {record.rank}, {direction}: {'; '.join(filter(None, (sentence, hint)))}"
     return FirstDivergence(
