@@ -48,8 +48,9 @@ class FactsCollector:
         """Parameters whose stored gradient contains that of an earlier update."""
         self._handles: list[RemovableHandle] = []
         self._facts = Facts()
+        self._evaluations_draw = False
+        """Whether the last evaluation has drawn random numbers."""
         self._draws: _Draws | None = None
-        """Finds what draws random numbers in an evaluation, once an evaluation has drawn some."""
         count_batches()
         if with_parameters:
             before, after = (_observer(weakref.ref(self), with_closure) for with_closure in (False, True))
@@ -88,23 +89,22 @@ class FactsCollector:
             updates=self._updates,
             **facts,
         )
-        if self._draws is not None and self._evaluates():
-            self._draws.begin(model, self._facts.drawn)
+        if self._evaluations_draw and self._draws is None and not (model.training or self._facts.gradients):
+            self._draws = _Draws(subscribed_model_of(model), self._facts.drawn)
+            self._draws.__enter__()
         return self._facts
 
     def end(self) -> None:
-        """End a step's forward. An evaluation that draws random numbers has the next one find out in which function.
+        """End a step's forward. After an evaluation that draws random numbers, later ones find out in which function.
 
-        Only then does a mode see each function: it would take time, and have a compiled part compiled again.
+        Only then does a mode see each function: it takes time, and has a compiled part compiled again.
         """
-        drawn = self._evaluates() and any(self._facts.random.get(k, v) != v for k, v in _generator_states().items())
         if self._draws is not None:
-            self._draws.end()
-        elif drawn:
-            self._draws = _Draws()
-
-    def _evaluates(self) -> bool:
-        return not (self._facts.training or self._facts.gradients)
+            self._draws.__exit__(None, None, None)
+            self._draws = None
+        elif not (self._facts.training or self._facts.gradients):
+            states = _generator_states()
+            self._evaluations_draw = any(self._facts.random.get(name) != state for name, state in states.items())
 
     def gradient_arrives(self, name: str, parameter: nn.Parameter) -> None:
         """Look at the stored gradient of a parameter, to which autograd is about to add a new one."""
@@ -152,23 +152,11 @@ class FactsCollector:
 
 
 class _Draws(TorchFunctionMode):
-    """Notes the functions that draw random numbers in modules in evaluation mode, during one step."""
+    """Notes the functions that draw random numbers, by the path of the running module, unless that one trains."""
 
-    _model: Any = None
-    _drawn: dict[str, str]
-    _is_over = False
-
-    def begin(self, model: nn.Module, drawn: dict[str, str]) -> None:
-        """Note functions by the path of the running module in `drawn`; does nothing in a second step."""
-        if self._model is None:
-            self._model, self._drawn = subscribed_model_of(model), drawn
-            self.__enter__()
-
-    def end(self) -> None:
-        """Note nothing any more."""
-        if self._model is not None and not self._is_over:
-            self._is_over = True
-            self.__exit__(None, None, None)
+    def __init__(self, model: Any, drawn: dict[str, str]):
+        super().__init__()
+        self._model, self._drawn = model, drawn
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         before = _generator_states()
