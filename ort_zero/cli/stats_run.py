@@ -259,14 +259,14 @@ def _unless_stuck(run: str, stacks: Path, seconds: int) -> Callable[[list[Any]],
             stuck_since.clear()
             return any(reports)
         stuck_since.append(time.monotonic())
-        missing = stuck[0]["ranks"] - len(stuck)
-        if missing and stuck_since[-1] - stuck_since[0] < seconds:
+        others = stuck[0]["ranks"] - len(stuck)
+        if others > 0 and stuck_since[-1] - stuck_since[0] < seconds:
             return False
         stacks.write_text("\n".join(f"rank {each['rank']}\n{each['stack']}" for each in stuck), encoding="utf-8")
-        silent = [f"{missing} of {stuck[0]['ranks']} ranks: never called the model"] if missing else []
+        rest = [f"{others} of {stuck[0]['ranks']} ranks: in a later step, or without a call of the model"]
         raise script_process.ScriptError(
             f"{run}, began no step for {seconds} s and was ended; the stacks of its ranks are in {stacks}",
-            [*map(_where, stuck), *silent],
+            [*map(_where, stuck), *(rest if others > 0 else [])],
         )
 
     return is_done

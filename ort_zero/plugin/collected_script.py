@@ -114,7 +114,7 @@ def _position(call: Any) -> dict[str, Any]:
     line = (lines or stack)[-1]
     return {
         "rank": env.rank(),
-        "ranks": env.local_world_size(),
+        "ranks": env.local_world_size() if env.several_hosts() else env.world_size(),
         "module": None if call is None else call.path,
         "collective": _collective_in(stack),
         "line": f"{line.filename}:{line.lineno} in {line.name}: {line.line}",

@@ -88,10 +88,9 @@ def _is_sharded(parameter: Any) -> bool:
 
     The attributes are those of Megatron's and DeepSpeed's layers and of DTensor.
     """
-    flags = (getattr(parameter, name, False) is True for name in ("tensor_model_parallel", "model_parallel"))
-    placements = getattr(parameter, "placements", ())
+    is_part = any(getattr(parameter, name, False) is True for name in ("tensor_model_parallel", "model_parallel"))
     is_expert = getattr(parameter, "allreduce", True) is False
-    return is_expert or any(flags) or any(not placement.is_replicate() for placement in placements)
+    return is_part or is_expert or any(not each.is_replicate() for each in getattr(parameter, "placements", ()))
 
 
 def _torch_settings() -> dict[str, Any]:
