@@ -13,7 +13,6 @@ from ort_zero.utils.patching import defined_in
 
 ENGINE = "deepspeed.runtime.engine"
 CONFIG = "deepspeed.runtime.config"
-ENGINE_INIT = f"{ENGINE}:DeepSpeedEngine.__init__"
 ZERO_TO_FP32 = "deepspeed.utils.zero_to_fp32"
 READ_FP32_STATE = f"{ZERO_TO_FP32}:_get_fp32_state_dict_from_zero_checkpoint"
 """The function that reads one checkpoint for all functions of its module, which users may have imported already."""
@@ -81,23 +80,9 @@ def local_part(parameter: Any) -> tuple[Any, int, int, bool]:
     return elements[: min(here, elements.numel())], min(offset, total), total, True
 
 
-def has_masters_without_zero(engine: Any) -> bool:
-    """Return True for bf16 or fp16 without ZeRO, where DeepSpeed's own optimizer keeps all masters on each rank."""
-    from torch.optim import Optimizer
-
-    return not int(engine.zero_optimization_stage()) and not isinstance(engine.optimizer, (Optimizer, type(None)))
-
-
 def config_dict(engine: Any) -> dict[str, Any]:
     """Return the config of an engine as the user gave it."""
     return getattr(engine._config, "_param_dict", None) or {}
-
-
-def all_ranks_are_replicas(engine: Any) -> bool:
-    """Return True for an engine with data parallelism alone: no pipeline, tensor, sequence or expert parallelism."""
-    import torch.distributed as dist
-
-    return bool(engine.dp_world_size == dist.get_world_size() and not getattr(engine, "has_moe_layers", False))
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:

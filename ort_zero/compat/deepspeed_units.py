@@ -17,7 +17,7 @@ from ort_zero.compat import deepspeed_hooks
 from ort_zero.compat.deepspeed import elements_of, full_size, parameter_offload_of
 from ort_zero.compat.torch_distributed import require_equal
 from ort_zero.compat.torch_modules import parameters_of
-from ort_zero.utils.patching import Patch, defined_in
+from ort_zero.utils.patching import Patch
 
 _UNIT = "_ort_zero_unit"
 _LEAF = "_z3_leaf"
@@ -123,14 +123,8 @@ def patches() -> tuple[Patch, ...]:
 
     They are whole already, and DeepSpeed refuses to release what a running module uses.
     """
-    return (
-        Patch(
-            target=f"{_MODULE}:GatheredParameters.__enter__",
-            build=_without_whole,
-            why="a unit's forward may gather weights that are gathered with the unit",
-            guard=defined_in(_MODULE),
-        ),
-    )
+    why = "a unit's forward may gather weights that are gathered with the unit"
+    return (Patch.in_module(_MODULE, "GatheredParameters.__enter__", _without_whole, why),)
 
 
 def _without_whole(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

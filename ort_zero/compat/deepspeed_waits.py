@@ -11,10 +11,11 @@ import inspect
 from typing import Any
 
 from ort_zero.errors import PatchError
-from ort_zero.utils.patching import Patch, defined_in, resolve
+from ort_zero.utils.patching import Patch, resolve
 
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
-TARGET = f"{_MODULE}:Init._allgather_params_coalesced"
+_NAME = "Init._allgather_params_coalesced"
+TARGET = f"{_MODULE}:{_NAME}"
 _WAITS_FOR_THE_LAST = "launch_handles[-1].wait()"
 
 
@@ -24,9 +25,7 @@ def patches() -> tuple[Patch, ...]:
 
     if get_accelerator().device_name() != "cpu" or not _waits_for_the_last():
         return ()
-    return (
-        Patch(target=TARGET, build=one_by_one, why="gathered parameters are waited for", guard=defined_in(_MODULE)),
-    )
+    return (Patch.in_module(_MODULE, _NAME, one_by_one, "gathered parameters are waited for"),)
 
 
 def _waits_for_the_last() -> bool:

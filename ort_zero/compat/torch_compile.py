@@ -34,16 +34,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = (
-    "HigherOrderOperator",
-    "OpOverload",
-    "aot_autograd",
-    "core_aten_decompositions",
-    "min_cut_rematerialization_partition",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-)
+    "HigherOrderOperator", "OpOverload", "aot_autograd", "core_aten_decompositions",
+    "min_cut_rematerialization_partition", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
+)  # fmt: skip
 
 _MODULE_GLOBALS = vars(modules)
 _KNAPSACK = "_optimize_runtime_with_given_memory"

@@ -69,7 +69,7 @@ def default_timeout() -> timedelta:
     """Return the time limit of the default process group, as ``init_process_group(timeout=...)`` set it."""
     group: Any = dist.group.WORLD
     for device in ("cpu", "cuda"):
-        with suppress(AttributeError, RuntimeError):  # no backend for the device, or an old torch without options
+        with suppress(RuntimeError):  # no backend for the device
             return group._get_backend(torch.device(device)).options._timeout
     return default_pg_timeout
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ort_zero import env, log
-from ort_zero.utils.patching import Patch, defined_in
+from ort_zero.utils.patching import Patch
 from ort_zero.utils.trusted_folder import reason_not_to_trust
 
 _SILENT_SECONDS = 10.0
@@ -137,12 +137,13 @@ def unsuitable_compiler() -> str | None:
 
 def patches() -> tuple[Patch, ...]:
     """Return the patches that say what torch waits for, and which compiler DeepSpeed lacks; both raise as before."""
-    return tuple(
-        Patch(target=f"{module}:{name}", build=build, why=why, guard=defined_in(module))
-        for module, name, build, why in (
-            ("torch.utils.file_baton", "FileBaton.wait", _wait_in_words, "says which lock is waited for"),
-            ("deepspeed.ops.op_builder.builder", "OpBuilder.jit_load", _load_in_words, "says what a compilation lacks"),
-        )
+    wait, load = (
+        ("torch.utils.file_baton", "FileBaton.wait"),
+        ("deepspeed.ops.op_builder.builder", "OpBuilder.jit_load"),
+    )
+    return (
+        Patch.in_module(*wait, _wait_in_words, "says which lock is waited for"),
+        Patch.in_module(*load, _load_in_words, "says what a compilation lacks"),
     )
 
 

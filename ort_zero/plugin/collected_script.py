@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ort_zero import env
-from ort_zero.utils.patching import Patch, defined_in
+from ort_zero.utils.patching import Patch
 
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 """Ends of the paths of torch's files with collectives."""
@@ -214,5 +214,5 @@ def patches() -> tuple[Patch, ...]:
     """Return the patch of DeepSpeed's config, which :func:`changed` changes before anything reads it."""
     from ort_zero.compat import deepspeed as ds_compat  # imports torch
 
-    target, why = f"{ds_compat.CONFIG}:DeepSpeedConfig.__init__", "changes the config as ort-zero stats run asks"
-    return (Patch(target=target, build=_config_init, why=why, guard=defined_in(ds_compat.CONFIG)),)
+    why = "changes the config as ort-zero stats run asks"
+    return (Patch.in_module(ds_compat.CONFIG, "DeepSpeedConfig.__init__", _config_init, why),)

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ort_zero import config, env, log
 from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.compat import deepspeed_waits
@@ -20,7 +22,7 @@ from ort_zero.plugin import collected_script, fast_bf16, loading, profiled_scrip
 from ort_zero.plugin.zero3_hooks import patches as zero3_patches
 from ort_zero.profiling import metrics
 from ort_zero.runtimes import registry
-from ort_zero.utils.patching import Patch, defined_in
+from ort_zero.utils.patching import Patch
 
 
 def _engine_init(original):
@@ -76,10 +78,12 @@ def _note(engine: Any) -> None:
     registry.engines_made[:] = [True]
     note_this_rank()  # if the engine itself has made the process group
     lone_failures.prepare()
-    section = getattr(engine, "ort_zero_section", None)
+    section, stage = getattr(engine, "ort_zero_section", None), int(engine.zero_optimization_stage())
     if section is not None:
         fast_bf16.watch_first_forward(engine, section)
-    if section is not None and section.checkpoint.sharded and ds_compat.has_masters_without_zero(engine):
+    # DeepSpeed's own optimizer for bf16 and fp16 keeps all masters on each rank
+    has_own_masters = not stage and not isinstance(engine.optimizer, (torch.optim.Optimizer, type(None)))
+    if section is not None and section.checkpoint.sharded and has_own_masters:
         engine.__dict__["ort_zero_saves_whole"] = True
         log.get_logger().warning(
             "without ZeRO, save_checkpoint writes bf16 and fp16 runs in DeepSpeed's own format, at once; "
@@ -87,8 +91,9 @@ def _note(engine: Any) -> None:
         )
     from ort_zero.statistics.collect.subscribed_model import remember
 
-    stage = int(engine.zero_optimization_stage())
-    remember(engine.module, zero_stage=stage, data_parallel=ds_compat.all_ranks_are_replicas(engine))
+    is_replicated = engine.dp_world_size == torch.distributed.get_world_size()
+    has_experts = getattr(engine, "has_moe_layers", False)
+    remember(engine.module, zero_stage=stage, data_parallel=is_replicated and not has_experts)
 
 
 def _refuse_local_storage(ds_config: dict, section: config.Config) -> None:
@@ -216,7 +221,7 @@ def _destroy(original):
 
 
 PATCHES = tuple(
-    Patch(target=f"{ds_compat.ENGINE}:DeepSpeedEngine.{name}", build=build, why=why, guard=defined_in(ds_compat.ENGINE))
+    Patch.in_module(ds_compat.ENGINE, f"DeepSpeedEngine.{name}", build, why)
     for name, build, why in (
         ("__init__", _engine_init, 'reads the "ort_zero" section and wraps the model'),
         ("save_checkpoint", _save_checkpoint, "writes sharded checkpoints"),

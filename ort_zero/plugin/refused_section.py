@@ -7,7 +7,7 @@ import functools
 from ort_zero import config
 from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.errors import PatchError
-from ort_zero.utils.patching import Patch, defined_in
+from ort_zero.utils.patching import Patch
 
 
 def patch(reason: str) -> Patch:
@@ -26,9 +26,5 @@ def patch(reason: str) -> Patch:
 
         return __init__
 
-    return Patch(
-        target=ds_compat.ENGINE_INIT,
-        build=build,
-        why="a section that cannot be honoured is refused",
-        guard=defined_in(ds_compat.ENGINE),
-    )
+    why = "a section that cannot be honoured is refused"
+    return Patch.in_module(ds_compat.ENGINE, "DeepSpeedEngine.__init__", build, why)

@@ -1,9 +1,6 @@
 """Apply sets of patches all or nothing, and restore the original objects.
 
-A :class:`Patch` names its target as ``"package.module:Qualified.attribute"``, or as ``"package.module:Qualified[key]"``
-for an item of a dict. Its ``guard`` checks the shape of the original object, and raises
-:class:`~ort_zero.errors.PatchError` for an unknown shape. Its ``build`` makes the replacement. The replacement of an
-attribute has the original as ``__wrapped__``, and a marker.
+The replacement of an attribute has the original as ``__wrapped__``, and a marker.
 """
 
 from __future__ import annotations
@@ -37,6 +34,11 @@ class Patch:
     may_be_new: bool = False
     """Whether the target may be missing: `build` then gets None, no guard is called, and `restore` removes it."""
 
+    @classmethod
+    def in_module(cls, module: str, name: str, build: Callable[[Any], Any], why: str) -> Patch:
+        """Return the patch of a function that must still be the one which the module defines."""
+        return cls(target=f"{module}:{name}", build=build, why=why, guard=defined_in(module))
+
 
 @dataclass(slots=True)
 class _Place:
@@ -47,7 +49,7 @@ class _Place:
     name: str
     is_item: bool
     original: Any = None
-    """The raw object that was stored in the holder itself (descriptors unbound), `_MISSING` without one."""
+    """What was stored in the holder itself, see :meth:`stored`."""
     replacement: Any = None
 
     @classmethod
@@ -89,11 +91,7 @@ class _Place:
 
 
 def resolve(target: str) -> Any:
-    """Return the raw object that `target` names, descriptors unbound.
-
-    Raises:
-        PatchError: the module, an attribute on the path or the item does not exist.
-    """
+    """Return the raw object that `target` names, descriptors unbound; raise PatchError if there is none."""
     return _Place.of(target).resolved()
 
 
@@ -109,21 +107,12 @@ class PatchSet:
     patches: tuple[Patch, ...]
     _applied: list[_Place] = field(default_factory=list)
 
-    @property
-    def active(self) -> bool:
-        """Return True between :meth:`apply` and :meth:`restore`."""
-        return bool(self._applied)
-
     def targets(self) -> tuple[str, ...]:
         """Return the targets that are replaced at the moment."""
         return tuple(place.target for place in self._applied)
 
     def apply(self) -> None:
-        """Replace every target; after any error restore all targets and raise. A second call does nothing.
-
-        Raises:
-            PatchError: a target is missing, has an unknown shape, or is patched by another library.
-        """
+        """Replace every target; after any error restore all targets and raise. A second call does nothing."""
         if self._applied:
             return
         try:
@@ -134,11 +123,7 @@ class PatchSet:
             raise
 
     def check(self) -> None:
-        """Check that every target still is the replacement from :meth:`apply`.
-
-        Raises:
-            PatchError: another library patched a target after ort_zero.
-        """
+        """Raise PatchError if another library patched a target after :meth:`apply`."""
         for place in self._applied:
             current = place.stored()
             if current is not place.replacement:
@@ -148,11 +133,7 @@ class PatchSet:
                 )
 
     def restore(self) -> None:
-        """Restore the original objects.
-
-        Raises:
-            PatchError: another library patched a target after ort_zero; nothing is changed then.
-        """
+        """Restore the original objects, after :meth:`check`."""
         self.check()
         self._put_back()
 
@@ -206,10 +187,7 @@ def defined_in(module_name: str) -> Callable[[Any], None]:
 
 @contextlib.contextmanager
 def replaced(holder: Any, name: str, build: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace the attribute `name` of `holder` within the block by the result of `build` for the original.
-
-    For temporary replacements, such as during an export; lasting replacements are patches of a PatchSet.
-    """
+    """Replace the attribute `name` of `holder` within the block by the result of `build` for the original."""
     original = getattr(holder, name)
     setattr(holder, name, build(original))
     try:
