@@ -137,13 +137,10 @@ def unsuitable_compiler() -> str | None:
 
 def patches() -> tuple[Patch, ...]:
     """Return the patches that say what torch waits for, and which compiler DeepSpeed lacks; both raise as before."""
-    wait, load = (
-        ("torch.utils.file_baton", "FileBaton.wait"),
-        ("deepspeed.ops.op_builder.builder", "OpBuilder.jit_load"),
-    )
+    builder = "deepspeed.ops.op_builder.builder"
     return (
-        Patch.in_module(*wait, _wait_in_words, "says which lock is waited for"),
-        Patch.in_module(*load, _load_in_words, "says what a compilation lacks"),
+        Patch.in_module("torch.utils.file_baton", "FileBaton.wait", _wait_in_words, "says which lock is waited for"),
+        Patch.in_module(builder, "OpBuilder.jit_load", _load_in_words, "says what a compilation lacks"),
     )
 
 
