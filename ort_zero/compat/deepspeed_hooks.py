@@ -30,13 +30,6 @@ def rebind(offload: Any) -> dict[str, Callable[..., Any]]:
     return register | _bind(probe(_original(cls.setup_zero_stage3_hooks)), offload)
 
 
-def invalidate_trace(offload: Any) -> None:
-    """Make DeepSpeed record its fetch trace again, as it does when the root is registered again."""
-    coordinator = offload.get_param_coordinator()
-    if not coordinator.is_invalid_trace():
-        coordinator._invalidate_trace()
-
-
 def number_modules(module: Any, count: list[int]) -> None:
     """Give `module` and all below it numbers and marks as ``_register_deepspeed_module``; `count` has the last number.
 
@@ -68,14 +61,15 @@ def count_use(module: Any) -> None:
     module.applied_pre_backward_ref_cnt += 1
 
 
-def pop_root(root: Any) -> None:
-    """Remove `root` from DeepSpeed's stack of modules in forward; DeepSpeed 0.19 does not, and keeps it alive."""
-    stack = sys.modules[MODULE].FWD_MODULE_STACK
-    stack[:] = [module for module in stack if module is not root]
+def modules_in_forward() -> list[Any]:
+    """Return DeepSpeed's stack of modules in forward."""
+    return sys.modules[MODULE].FWD_MODULE_STACK
 
 
-def forget_released(offload: Any) -> None:
-    """Clear the cache of parameters to release after each module; DeepSpeed 0.19 never does, which leaks modules."""
+def forget(offload: Any) -> None:
+    """Take a destroyed engine's model off what DeepSpeed 0.19 keeps for ever: its stack, and a cache."""
+    stack = modules_in_forward()
+    stack[:] = [module for module in stack if module is not offload.module]
     coordinator = type(offload.get_param_coordinator())
     pending = [vars(coordinator).get("_PartitionedParameterCoordinator__params_to_release")]
     for function in pending:  # the cache is inside of decorators, of which some set no __wrapped__

@@ -75,13 +75,12 @@ class EngineState:
     def aliases(self) -> dict[str, str]:
         """Return every further name of a shared tensor -> its name in :attr:`parameters` or :meth:`buffers`."""
         every = self.module.named_parameters(remove_duplicate=False)
-        aliases = {name: self.names[id(p)] for name, p in every if self.names[id(p)] != name}
+        first_names = {name: self.names[id(p)] for name, p in every}
         firsts = {id(module): prefix for prefix, module in self.module.named_modules()}
         for prefix, module in self.module.named_modules(remove_duplicate=False):
             first = firsts[id(module)]
-            if first != prefix:
-                aliases.update((_joined(prefix, name), _joined(first, name)) for name, _ in _buffers_of(module))
-        return aliases
+            first_names.update((_joined(prefix, name), _joined(first, name)) for name, _ in _buffers_of(module))
+        return {alias: name for alias, name in first_names.items() if alias != name}
 
     def dtype(self) -> torch.dtype:
         """Return the dtype of the module's floating-point weights."""
@@ -159,14 +158,14 @@ class EngineState:
         if optimizer is None:
             return []
         if self.stage == 0:
-            return [[self.names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        if self.stage == 3:
-            groups: dict[int, list[str]] = {}
+            groups = [group["params"] for group in optimizer.param_groups]
+        elif self.stage == 3:
+            groups = [[] for _ in optimizer.optimizer.param_groups]
             for index, parameters in enumerate(optimizer.fp16_groups):
-                names = groups.setdefault(optimizer.sub_group_to_group_id[index], [])
-                names += [self.names[id(p)] for p in parameters]
-            return [groups.get(i, []) for i in range(len(optimizer.optimizer.param_groups))]
-        return [[self.names[id(p)] for p in group] for group in _low_precision_groups(optimizer)]
+                groups[optimizer.sub_group_to_group_id[index]] += parameters
+        else:
+            groups = _low_precision_groups(optimizer)
+        return [[self.names[id(p)] for p in group] for group in groups]
 
     def group_options(self) -> list[dict[str, Any]]:
         """Return the hyper-parameters of each parameter group (the live dicts, without ``params``)."""
@@ -184,14 +183,12 @@ class EngineState:
         """Yield this rank's range of each parameter without master weights."""
         optimized = self.optimized()
         for name, parameter in self.parameters.items():
-            if name in optimized:
-                continue
-            if hasattr(parameter, "ds_tensor"):
+            if name not in optimized and hasattr(parameter, "ds_tensor"):
                 group = parameter.ds_process_group
                 start, length = zero3_part(parameter.ds_numel, dist.get_rank(group), dist.get_world_size(group))
-                yield LocalPart(name=name, start=start, tensor=parameter.ds_tensor.data.view(-1), length=length)
-            else:
-                yield LocalPart(name=name, start=0, tensor=parameter.data, length=parameter.numel())
+                yield LocalPart(name, start, parameter.ds_tensor.data.view(-1), length)
+            elif name not in optimized:
+                yield LocalPart(name, 0, parameter.data, parameter.numel())
 
     def module_weights(self) -> dict[str, torch.Tensor]:
         """Return the module's weights that ZeRO-1 and 2 keep beside masters, by name, flattened; live if contiguous."""
@@ -274,7 +271,7 @@ class EngineState:
             first = master.numel() * dist.get_rank(self.optimizer.real_dp_process_group[index])
             parameters = ((self.names[id(p)], position, p.numel()) for p, position in group)
             places = places_between(parameters, first, first + master.numel())
-            yield Flat(group=index, master=master.data, key=master, places=places)
+            yield Flat(index, master.data, master, places)
 
     def _sub_groups(self) -> Iterator[Flat]:
         optimizer = self.optimizer
@@ -284,7 +281,7 @@ class EngineState:
             group = parameters[0].ds_process_group if parameters else None
             number = optimizer.sub_group_to_group_id[index]
             flat = zero3_group(number, list(shapes), shapes, dist.get_rank(group), dist.get_world_size(group))
-            yield Flat(group=number, master=master.data, key=master, places=flat.places)
+            yield Flat(number, master.data, master, flat.places)
 
     def _replicated(self) -> Iterator[Flat]:
         rank = dist.get_rank()
@@ -293,7 +290,7 @@ class EngineState:
                 start, end = _slice_of(parameter.numel(), rank)
                 name = self.names[id(parameter)]
                 places = (Place(name, start, end - start, start),) if end > start else ()
-                yield Flat(group=index, master=_flat_view(parameter.data, name), key=parameter, places=places)
+                yield Flat(index, _flat_view(parameter.data, name), parameter, places)
 
     def _gather_slices(self, flat: Flat) -> None:
         for tensor in (flat.master, *(v.view(-1) for v in self.elementwise(flat).values())):

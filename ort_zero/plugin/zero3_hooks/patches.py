@@ -7,7 +7,6 @@ A DeepSpeedZeRoOffload notes the answer, since TRL and ``unwrap_model_for_genera
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -49,7 +48,7 @@ def _build_setup(original: Callable) -> Callable:
         self.hierarchy = 0
         self.fwd_pre_hook = self.module.register_forward_pre_hook(subscriber.hooks["_start_of_forward_hook"])
         self._register_deepspeed_module(self.module)  # with the method that the class has now, patched or not
-        sys.modules[deepspeed_hooks.MODULE].FWD_MODULE_STACK.append(self.module)
+        deepspeed_hooks.modules_in_forward().append(self.module)
         deepspeed_units.hand_gradients_on(self.module)
 
     return setup_zero_stage3_hooks
@@ -64,8 +63,9 @@ def _build_register(original: Callable) -> Callable:
         if not has_section(self):
             original(self, module, count)
             return
-        if module is self.module:
-            deepspeed_hooks.invalidate_trace(self)
+        coordinator = self.get_param_coordinator()
+        if module is self.module and not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()  # DeepSpeed records which weights are fetched in which order again
         deepspeed_hooks.number_modules(module, count)
         getattr(self, _SUBSCRIBER).register(module)
 
@@ -77,8 +77,7 @@ def _build_destroy(original: Callable) -> Callable:
         """Remove the hooks, and for an engine with the section all references that keep its model alive."""
         original(self)
         if has_section(self):
-            deepspeed_hooks.pop_root(self.module)
-            deepspeed_hooks.forget_released(self)
+            deepspeed_hooks.forget(self)
 
     return destroy
 
