@@ -133,10 +133,9 @@ def _within(seconds: float, work: Callable[[], T]) -> T | None:
 
 def missing_ranks() -> str:
     """Return a sentence that names the ranks that are gone, stopped or silent, as far as this rank can tell."""
-    sentence = _within(SECONDS + STORE_SECONDS, _look)
     where = f"{os.environ.get('MASTER_ADDR', 'the first host')}:{os.environ.get('MASTER_PORT', '')}"
     down = f"a collective failed, and {where}, where the ranks meet, does not answer: that host or the network is down"
-    return down if sentence is None else sentence
+    return _within(SECONDS + STORE_SECONDS, _look) or down
 
 
 def _look() -> str:
@@ -171,11 +170,12 @@ def _read(store: Any) -> list[_Rank]:
     """Return the notes of the other ranks."""
     import torch.distributed as dist
 
-    numbers = [number for number in range(dist.get_world_size()) if number != dist.get_rank()]
-    numbers = [number for number in numbers if store.check([key_of(number, "at")])]
-    notes = store.multi_get([key_of(number, "at") for number in numbers])
-    places = [note.decode().rpartition(" ") for note in notes]
-    return [_Rank(number, host, int(pid)) for number, (host, _, pid) in zip(numbers, places, strict=True)]
+    others = []
+    for number in range(dist.get_world_size()):
+        if number != dist.get_rank() and store.check([key := key_of(number, "at")]):
+            host, _, process = store.get(key).decode().rpartition(" ")
+            others.append(_Rank(number, host, int(process)))
+    return others
 
 
 def _statements_on(others: list[_Rank], store: Any) -> list[str]:

@@ -15,17 +15,12 @@ from ort_zero.errors import CheckpointError, OrtZeroError, RankError
 
 
 class RankGroup:
-    """A group of ranks that do one job together; this base class is a single rank, which exchanges nothing.
-
-    Attributes:
-        rank: number of this rank in the group.
-        size: number of ranks.
-        broken: True once an exchange failed because another rank is gone.
-    """
+    """A group of ranks that do one job together; this base class is a single rank, which exchanges nothing."""
 
     rank = 0
     size = 1
     broken = False
+    """True once an exchange failed because another rank is gone."""
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of every rank, on every rank. All ranks must call; CheckpointError says that one is gone."""

@@ -28,47 +28,37 @@ class bar:
     ):
         self.n: float = done
         """Number of units that are done."""
-        self._total, self._what, self._unit = total, what, unit
-        # the stream of now: work may replace sys.stderr in the meantime
-        self._stream: Any = sys.stderr if shown and not hidden and sys.stderr is not None else None
         self._lock = threading.Lock()
         self._progress: Any = None
-        self._task: Any = None
-        self._timer: threading.Timer | None = None
-        if self._stream is None or not self._stream.isatty():
-            self._stream = None
+        stream = sys.stderr  # of now: work may replace it in the meantime
+        if not shown or hidden or stream is None or not stream.isatty():
             return
         # rich.style draws a number at its import (rich 13 to 15), which a training would miss
         state = random.getstate()
-        import rich.progress  # noqa: F401
+        from rich import progress
+        from rich.console import Console
 
         random.setstate(state)
+        columns: list[Any] = [progress.MofNCompleteColumn(), progress.BarColumn(), progress.TimeElapsedColumn()]
+        if unit == "B":
+            count, speed = progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()
+            columns = [count, progress.BarColumn(), speed, progress.TimeRemainingColumn()]
+        self._progress = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False), *columns, console=Console(file=stream),
+            transient=True, redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
+        self._task = self._progress.add_task(what, total=total, completed=done)
+        self._timer = threading.Timer(delay, self._start)
+        self._timer.daemon = True
         if delay:
-            self._timer = threading.Timer(delay, self._start)
-            self._timer.daemon = True
             self._timer.start()
         else:
             self._start()
 
     def _start(self) -> None:
-        from rich import progress
-        from rich.console import Console
-
-        count: Any = progress.MofNCompleteColumn()
-        times: list[Any] = [progress.TimeElapsedColumn()]
-        if self._unit == "B":
-            count = progress.DownloadColumn(binary_units=True)
-            times = [progress.TransferSpeedColumn(), progress.TimeRemainingColumn()]
-        columns = [progress.TextColumn("{task.description}", markup=False), count, progress.BarColumn(), *times]
         with self._lock:
-            if self._stream is None:
-                return  # closed in the meantime
-            self._progress = progress.Progress(
-                *columns, console=Console(file=self._stream), transient=True, redirect_stdout=False,
-                redirect_stderr=False,
-            )  # fmt: skip
-            self._task = self._progress.add_task(self._what, total=self._total, completed=self.n)
-            self._progress.start()
+            if self._progress is not None:  # not closed in the meantime
+                self._progress.start()
 
     def update(self, n: float = 1) -> None:
         """Count `n` more units as done."""
@@ -80,17 +70,17 @@ class bar:
     def move(self, done: int, of: int, what: str = "") -> None:
         """Count `done` of `of` units as done, with the name `what` if it is not empty."""
         with self._lock:
-            self.n, self._total, self._what = done, of, what or self._what
+            self.n = done
             if self._progress is not None:
-                self._progress.update(self._task, completed=done, total=of, description=self._what)
+                self._progress.update(self._task, completed=done, total=of, description=what or None)
 
     def close(self) -> None:
         """Remove the bar. May be called twice."""
         with self._lock:
-            shown, self._progress, self._stream = self._progress, None, None
-        if self._timer is not None:
-            self._timer.cancel()
+            shown, self._progress = self._progress, None
         if shown is not None:
+            self._timer.cancel()
+        if shown is not None and shown.live.is_started:
             shown.stop()
 
     def __enter__(self) -> bar:

@@ -9,13 +9,27 @@ from typing import Any
 import torch
 
 
-def map_slots(function: Callable[[str, torch.Tensor], Any], value: Any) -> Any:
+def map_slots(function: Callable[[str, torch.Tensor], Any], value: Any, slot: str = "") -> Any:
     """Return `value` with every tensor in its tuples, lists and dicts, which keep their types, replaced.
 
     ``function(slot, tensor)`` gets the tensor's place in the value, such as ``"[0]"`` or ``".logits"``; the result None
     keeps the tensor. A value without changes is returned itself.
     """
-    return _mapped(function, value, "")
+    if isinstance(value, torch.Tensor):
+        result = function(slot, value)
+        return value if result is None else result
+    if isinstance(value, (tuple, list)):
+        items = [map_slots(function, item, f"{slot}[{i}]") for i, item in enumerate(value)]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        for key in list(value):
+            item = map_slots(function, value[key], f"{slot}.{key}")
+            if item is not value[key]:
+                # in place: subclasses such as transformers' ModelOutput cannot be rebuilt from items alone
+                value[key] = item
+    return value
 
 
 def map_arguments(function: Callable[[str, torch.Tensor], Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -54,21 +68,3 @@ def _attributes(value: Any) -> dict[str, Any]:
     names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
     attributes = {name: getattr(value, name) for name in names if hasattr(value, name)}
     return attributes | getattr(value, "__dict__", {})
-
-
-def _mapped(function: Callable[[str, Any], Any], value: Any, slot: str) -> Any:
-    if isinstance(value, torch.Tensor):
-        result = function(slot, value)
-        return value if result is None else result
-    if isinstance(value, (tuple, list)):
-        items = [_mapped(function, item, f"{slot}[{i}]") for i, item in enumerate(value)]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        for key in list(value):
-            item = _mapped(function, value[key], f"{slot}.{key}")
-            if item is not value[key]:
-                # in place: subclasses such as transformers' ModelOutput cannot be rebuilt from items alone
-                value[key] = item
-    return value
