@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ from ort_zero.utils.tables import aligned
 if TYPE_CHECKING:
     from ort_zero.cli.examinations import machine
     from ort_zero.cli.examinations.ranks import RanksReport
+
+_PATH, _LAST_PART = re.compile(r'"(?:[^"\\]|\\.)*/((?:[^"\\/]|\\.)*)"'), r'".../\1"'
+"""A text of a JSON file that has a path, also with spaces, and what is shown of it."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -75,19 +79,8 @@ def bug_report(report: machine.Report, section: Any = None) -> str:
     environment = {name: "..." if name == "HOME" else value for name, value in report.environment.items()}
     parts = [text_of(dataclasses.replace(report, environment=environment))]
     if section is not None:
-        parts.append(f'"ort_zero": {json.dumps(_without_folders(section), indent=2)}')
+        parts.append(f'"ort_zero": {_PATH.sub(_LAST_PART, masked(json.dumps(section, indent=2)))}')
     return f"```\n{masked(without_folders(chr(10).join(parts)))}\n```"
-
-
-def _without_folders(value: Any) -> Any:
-    """Return a JSON value with the last part alone of each path, also of paths with spaces."""
-    if isinstance(value, dict):
-        return {key: _without_folders(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_without_folders(each) for each in value]
-    if isinstance(value, str) and "/" in value:
-        return f".../{masked(value).rpartition('/')[2]}"
-    return value
 
 
 def _section(path: str) -> Any:
