@@ -22,7 +22,8 @@ import ort_zero
 from ort_zero.cli.explain import lines_of
 from ort_zero.compat import inductor
 from ort_zero.plugin.explained_script import explanation
-from ort_zero.runtimes.agreement import Agreement, Runner, agreement
+from ort_zero.runtimes.agreement import Agreement, agreement
+from ort_zero.runtimes.runner import Runner
 from ort_zero.units.running_model import _models
 
 GPT2 = dict(words=97, hidden=32, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, attn_implementation="eager")
