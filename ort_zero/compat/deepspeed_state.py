@@ -18,6 +18,7 @@ from ort_zero.compat.deepspeed import full_shape
 from ort_zero.compat.deepspeed_partitions import Place, places_between, zero3_group, zero3_part
 from ort_zero.compat.torch_modules import inside_of_ortmodule
 from ort_zero.errors import CheckpointError
+from ort_zero.utils.patching import replaced
 
 _OFFLOAD_BUFFER = "_offload_buffer"
 """End of the names of scratch buffers among the optimizer states (``deepspeed/runtime/zero/offload_states.py``)."""
@@ -143,9 +144,8 @@ class EngineState:
         ends = ExitStack()
         ends.callback(self.base_optimizer().register_step_pre_hook(before_step).remove)
         for owner in (self.optimizer, *self.parameters.values()):
-            for name in _SETTERS:
-                if hasattr(owner, name):
-                    ends.callback(_call_before(owner, name, action))
+            for name in filter(functools.partial(hasattr, owner), _SETTERS):
+                ends.enter_context(replaced(owner, name, functools.partial(_preceded_by, action)))
         return ends.close
 
     def optimized(self) -> set[str]:
@@ -300,17 +300,13 @@ class EngineState:
                     dist.broadcast(tensor[start:end], src=rank)
 
 
-def _call_before(owner: Any, name: str, action: Callable[[], Any]) -> Callable[[], None]:
-    """Have a method of one object call `action` first; return a function that puts the method back."""
-    original, is_on_instance = getattr(owner, name), name in vars(owner)
-
+def _preceded_by(action: Callable[[], Any], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
         action()
         return original(*args, **kwargs)
 
-    setattr(owner, name, method)
-    return lambda: setattr(owner, name, original) if is_on_instance else delattr(owner, name)
+    return method
 
 
 def _slice_of(elements: int, rank: int) -> tuple[int, int]:

@@ -8,8 +8,8 @@ import logging
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.weak import WeakIdKeyDictionary
+
+from ort_zero.utils.patching import replaced
 
 __all__ = (
     "HigherOrderOperator", "OpOverload", "aot_autograd", "core_aten_decompositions",
@@ -106,25 +108,20 @@ def compile_function(
     return optimize(function)
 
 
-@contextmanager
-def _comparing_sizes_of(module: Any) -> Iterator[None]:
+def _comparing_sizes_of(module: Any) -> AbstractContextManager[None]:
     """Have Dynamo trace a size as one that changes only where it has changed between conversions of this module.
 
     By torch's own, layers whose sizes differ have symbolic sizes, whose graphs take half as long again to trace.
     """
     from torch._dynamo import pgo
 
-    before = pgo._CODE_STATE
-    if module is not None:
-        pgo._CODE_STATE = _sizes_seen.setdefault(module, defaultdict(pgo.CodeState))
-    try:
-        yield
-    finally:
-        pgo._CODE_STATE = before
+    def of_module(of_all: Any) -> Any:
+        return of_all if module is None else _sizes_seen.setdefault(module, defaultdict(pgo.CodeState))
+
+    return replaced(pgo, "_CODE_STATE", of_module)
 
 
-@contextmanager
-def _leaving_generators_to_python() -> Iterator[None]:
+def _leaving_generators_to_python() -> AbstractContextManager[Any]:
     """Have Python draw from ``random.Random``, whose states Dynamo would make constants of the graph."""
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.variables.misc import RandomVariable
@@ -132,15 +129,10 @@ def _leaving_generators_to_python() -> Iterator[None]:
     def refuse(*_: Any, **__: Any) -> None:
         raise Unsupported("a generator of random numbers that Python draws from")
 
-    ours = {"__init__": refuse, "is_supported_random_obj": staticmethod(lambda generator: False)}
-    before = {name: vars(RandomVariable)[name] for name in ours}
-    try:
-        for name, function in ours.items():
-            setattr(RandomVariable, name, function)
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(RandomVariable, name, function)
+    both = ExitStack()
+    both.enter_context(replaced(RandomVariable, "__init__", lambda _: refuse))
+    both.enter_context(replaced(RandomVariable, "is_supported_random_obj", lambda _: staticmethod(lambda _: False)))
+    return both
 
 
 def conversions() -> int:
@@ -239,25 +231,19 @@ def partitioner_options(fraction: float, joins_equal_calls: bool) -> AbstractCon
     options = ExitStack()
     options.enter_context(functorch_config.patch(activation_memory_budget=fraction, cse=joins_equal_calls))
     if Version(torch.__version__) < Version("2.8"):
-        options.enter_context(_saving_what_must_be_saved())
+        options.enter_context(replaced(partitioners, _KNAPSACK, _saving_what_must_be_saved))
     return options
 
 
-@contextmanager
-def _saving_what_must_be_saved() -> Iterator[None]:
-    """Keep the nodes that are marked ``MUST_SAVE``, whatever the partitioner's knapsack computes again."""
-    solve = getattr(partitioners, _KNAPSACK)
+def _saving_what_must_be_saved(solve: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a knapsack for the partitioner that keeps the nodes which are marked ``MUST_SAVE``."""
 
     def solve_for_others(*arguments: Any) -> tuple[float, list[int], list[int]]:
         runtime, kept, again = solve(*arguments)
         nodes = arguments[-1]
         return runtime, kept, [i for i in again if nodes[i].meta.get("recompute") is not CheckpointPolicy.MUST_SAVE]
 
-    setattr(partitioners, _KNAPSACK, solve_for_others)
-    try:
-        yield
-    finally:
-        setattr(partitioners, _KNAPSACK, solve)
+    return solve_for_others
 
 
 def promoted_dtype(*values: Any) -> torch.dtype:

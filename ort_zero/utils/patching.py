@@ -188,9 +188,12 @@ def defined_in(module_name: str) -> Callable[[Any], None]:
 @contextlib.contextmanager
 def replaced(holder: Any, name: str, build: Callable[[Any], Any]) -> Iterator[None]:
     """Replace the attribute `name` of `holder` within the block by the result of `build` for the original."""
-    original = getattr(holder, name)
-    setattr(holder, name, build(original))
+    stored = vars(holder).get(name, _MISSING)  # not the function of a staticmethod, and not what is inherited
+    setattr(holder, name, build(getattr(holder, name)))
     try:
         yield
     finally:
-        setattr(holder, name, original)
+        if stored is _MISSING:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, stored)
