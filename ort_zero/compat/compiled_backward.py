@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
+from ort_zero.utils.patching import replaced
+
 GRAPH_NODE = "CompiledFunction"
 """What the names of the autograd nodes of these graphs begin with."""
 _PREPARED, _BEFORE = "_ort_zero_prepared", "_ort_zero_before"
@@ -72,11 +74,8 @@ def _prepare(function: Any) -> None:
                 values[index] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
         if not are_batched(values):
             return run(values)
-        keep, ctx.maybe_clear_saved_tensors = ctx.maybe_clear_saved_tensors, lambda: None
-        try:
+        with replaced(ctx, "maybe_clear_saved_tensors", lambda _: lambda: None):
             return _one_by_one(run, values)
-        finally:
-            ctx.maybe_clear_saved_tensors = keep
 
     function.forward, function.backward = staticmethod(without_zeros), staticmethod(as_in_pytorch)
     setattr(function, _PREPARED, True)

@@ -14,6 +14,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from ort_zero.utils.patching import replaced
+
 __all__ = ("HigherOrderOperator", "TorchDispatchMode")
 Symbols = tuple[int, ...]
 """The values of a graph's symbols in one call."""
@@ -31,12 +33,8 @@ def expression_of(size: torch.SymInt) -> Any:
 def fake_mode_of(tensors: Iterable[Any]) -> Iterator[None]:
     """Enter the mode in which fake tensors were made, or a new one; tensors with values may be among the operands."""
     mode = next((tensor.fake_mode for tensor in tensors if hasattr(tensor, "fake_mode")), None) or FakeTensorMode()
-    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
-    try:
-        with mode:
-            yield
-    finally:
-        mode.allow_non_fake_inputs = before
+    with replaced(mode, "allow_non_fake_inputs", lambda _: True), mode:
+        yield
 
 
 def memory_of(tensor: torch.Tensor) -> int:
