@@ -18,7 +18,7 @@ from ort_zero.compat.deepspeed import full_shape
 from ort_zero.compat.deepspeed_partitions import Place, places_between, zero3_group, zero3_part
 from ort_zero.compat.torch_modules import inside_of_ortmodule
 from ort_zero.errors import CheckpointError
-from ort_zero.utils.patching import replaced
+from ort_zero.utils.patching import around, replaced
 
 _OFFLOAD_BUFFER = "_offload_buffer"
 """End of the names of scratch buffers among the optimizer states (``deepspeed/runtime/zero/offload_states.py``)."""
@@ -141,11 +141,15 @@ class EngineState:
         def before_step(*_: Any) -> None:  # torch takes what a hook returns for other arguments of the step
             action()
 
+        def preceded(original: Any, *args: Any, **kwargs: Any) -> Any:
+            action()
+            return original(*args, **kwargs)
+
         ends = ExitStack()
         ends.callback(self.base_optimizer().register_step_pre_hook(before_step).remove)
         for owner in (self.optimizer, *self.parameters.values()):
             for name in filter(functools.partial(hasattr, owner), _SETTERS):
-                ends.enter_context(replaced(owner, name, functools.partial(_preceded_by, action)))
+                ends.enter_context(replaced(owner, name, around(preceded)))
         return ends.close
 
     def optimized(self) -> set[str]:
@@ -298,15 +302,6 @@ class EngineState:
                 start, end = _slice_of(tensor.numel(), rank)
                 if end > start:
                     dist.broadcast(tensor[start:end], src=rank)
-
-
-def _preceded_by(action: Callable[[], Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        action()
-        return original(*args, **kwargs)
-
-    return method
 
 
 def _slice_of(elements: int, rank: int) -> tuple[int, int]:

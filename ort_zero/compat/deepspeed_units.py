@@ -7,7 +7,6 @@ is a leaf for the gathers alone.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -127,15 +126,11 @@ def patches() -> tuple[Patch, ...]:
     return (Patch.in_module(_MODULE, "GatheredParameters.__enter__", _without_whole, why),)
 
 
-def _without_whole(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(original)
-    def __enter__(self: Any) -> Any:
-        if self.enabled and self.src_rank is None:  # else the block changes weights, which DeepSpeed must see
-            self.params = [each for each in self.params if not each.ds_active_sub_modules]
-            self.enabled = bool(self.params)
-        return original(self)
-
-    return __enter__
+def _without_whole(original: Any, self: Any) -> Any:
+    if self.enabled and self.src_rank is None:  # else the block changes weights, which DeepSpeed must see
+        self.params = [each for each in self.params if not each.ds_active_sub_modules]
+        self.enabled = bool(self.params)
+    return original(self)
 
 
 def linear_in_graphs() -> tuple[Callable[..., Any], Callable[..., Any]]:

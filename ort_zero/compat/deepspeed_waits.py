@@ -6,7 +6,6 @@ memory: in ``deepspeed.zero.GatheredParameters``, and the persistent ones after 
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -25,7 +24,7 @@ def patches() -> tuple[Patch, ...]:
 
     if get_accelerator().device_name() != "cpu" or not _waits_for_the_last():
         return ()
-    return (Patch.in_module(_MODULE, _NAME, one_by_one, "gathered parameters are waited for"),)
+    return (Patch.in_module(_MODULE, _NAME, _one_by_one, "gathered parameters are waited for"),)
 
 
 def _waits_for_the_last() -> bool:
@@ -37,12 +36,7 @@ def _waits_for_the_last() -> bool:
         return True  # no source to check; one gather at a time is right for every version
 
 
-def one_by_one(original: Any) -> Any:
-    """Return a function that calls `original` for one parameter at a time, and so waits for each gather."""
-
-    @functools.wraps(original)
-    def gather(self: Any, param_list: Any, *args: Any, **kwargs: Any) -> None:
-        for parameter in param_list:
-            original(self, [parameter], *args, **kwargs)
-
-    return gather
+def _one_by_one(original: Any, self: Any, param_list: Any, *args: Any, **kwargs: Any) -> None:
+    """Call `original` for one parameter at a time, and so wait for each gather."""
+    for parameter in param_list:
+        original(self, [parameter], *args, **kwargs)

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ort_zero.utils.patching import replaced
+from ort_zero.utils.patching import around, replaced
 
 __all__ = (
     "HigherOrderOperator", "OpOverload", "aot_autograd", "core_aten_decompositions",
@@ -231,19 +231,15 @@ def partitioner_options(fraction: float, joins_equal_calls: bool) -> AbstractCon
     options = ExitStack()
     options.enter_context(functorch_config.patch(activation_memory_budget=fraction, cse=joins_equal_calls))
     if Version(torch.__version__) < Version("2.8"):
-        options.enter_context(replaced(partitioners, _KNAPSACK, _saving_what_must_be_saved))
+        options.enter_context(replaced(partitioners, _KNAPSACK, around(_saving_what_must_be_saved)))
     return options
 
 
-def _saving_what_must_be_saved(solve: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a knapsack for the partitioner that keeps the nodes which are marked ``MUST_SAVE``."""
-
-    def solve_for_others(*arguments: Any) -> tuple[float, list[int], list[int]]:
-        runtime, kept, again = solve(*arguments)
-        nodes = arguments[-1]
-        return runtime, kept, [i for i in again if nodes[i].meta.get("recompute") is not CheckpointPolicy.MUST_SAVE]
-
-    return solve_for_others
+def _saving_what_must_be_saved(solve: Any, *arguments: Any) -> tuple[float, list[int], list[int]]:
+    """Solve the partitioner's knapsack, and keep the nodes that are marked ``MUST_SAVE``."""
+    runtime, kept, again = solve(*arguments)
+    nodes = arguments[-1]
+    return runtime, kept, [i for i in again if nodes[i].meta.get("recompute") is not CheckpointPolicy.MUST_SAVE]
 
 
 def promoted_dtype(*values: Any) -> torch.dtype:

@@ -6,7 +6,6 @@ A build that is killed leaves a file ``lock`` in the operator's folder, for whos
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import importlib.util
 import logging
@@ -17,7 +16,6 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,39 +142,31 @@ def patches() -> tuple[Patch, ...]:
     )
 
 
-def _wait_in_words(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        over = threading.Event()
+def _wait_in_words(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    over = threading.Event()
 
-        def tell() -> None:
-            seconds = _SILENT_SECONDS
-            while not over.wait(seconds):
-                _tell_of_wait(self.lock_file_path)
-                seconds = 60.0
+    def tell() -> None:
+        seconds = _SILENT_SECONDS
+        while not over.wait(seconds):
+            _tell_of_wait(self.lock_file_path)
+            seconds = 60.0
 
-        if env.speaks_for_host():
-            threading.Thread(target=tell, daemon=True).start()
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            over.set()
-
-    return wait
+    if env.speaks_for_host():
+        threading.Thread(target=tell, daemon=True).start()
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        over.set()
 
 
-def _load_in_words(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def jit_load(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(self, *args, **kwargs)
-        except Exception:
-            lack = missing_for_operators()
-            if lack is not None and env.speaks_for_host():
-                log.get_logger().error(
-                    "no %s, and DeepSpeed compiles its operator %s as soon as a rank starts on CPU: %s",
-                    lack, self.name, CURE,
-                )  # fmt: skip
-            raise
-
-    return jit_load
+def _load_in_words(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return original(self, *args, **kwargs)
+    except Exception:
+        lack = missing_for_operators()
+        if lack is not None and env.speaks_for_host():
+            log.get_logger().error(
+                "no %s, and DeepSpeed compiles its operator %s as soon as a rank starts on CPU: %s",
+                lack, self.name, CURE,
+            )  # fmt: skip
+        raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import functools
 import inspect
 import json
 import random
@@ -13,12 +12,12 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ort_zero import env
-from ort_zero.utils.patching import Patch
+from ort_zero.utils.patching import Patch, around
 
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 """Ends of the paths of torch's files with collectives."""
@@ -42,19 +41,17 @@ def arm() -> None:
     np.random.seed(0)
     torch.manual_seed(0)
     if not asked["autocast"]:
-        torch.autocast.__init__ = _disabled(torch.autocast.__init__)  # type: ignore[method-assign]
+        torch.autocast.__init__ = around(_disabled)(torch.autocast.__init__)  # type: ignore[method-assign]
     if section_is_off():
-        torch.compile = _without_ours(torch.compile)
-    call = torch.nn.Module.__call__
+        torch.compile = around(_without_ours)(torch.compile)
 
-    @functools.wraps(call)
-    def first_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def first_call(call: Any, self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
             torch.nn.Module.__call__ = call  # type: ignore[method-assign]
             _collect(self, asked)
         return call(self, *args, **kwargs)
 
-    torch.nn.Module.__call__ = first_call  # type: ignore[method-assign]
+    torch.nn.Module.__call__ = around(first_call)(torch.nn.Module.__call__)  # type: ignore[method-assign]
 
 
 def _collect(model: Any, asked: dict[str, Any]) -> None:
@@ -144,28 +141,17 @@ def _refuse(reason: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def _disabled(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor for ``torch.autocast`` that always makes a disabled one."""
-    signature = inspect.signature(init)
-
-    @functools.wraps(init)
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(*args, **kwargs)
-        bound.arguments["enabled"] = False
-        init(*bound.args, **bound.kwargs)
-
-    return __init__
+def _disabled(init: Any, *args: Any, **kwargs: Any) -> None:
+    """Construct a ``torch.autocast`` that is disabled."""
+    bound = inspect.signature(init).bind(*args, **kwargs)
+    bound.arguments["enabled"] = False
+    init(*bound.args, **bound.kwargs)
 
 
-def _without_ours(compile_: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``torch.compile`` that compiles nothing by a backend of ours."""
-
-    @functools.wraps(compile_)
-    def compile_others(*args: Any, **options: Any) -> Any:
-        ours = options.get("backend") in ("ort_zero", "onnxrt")
-        return compile_(*args, **(options | {"disable": True} if ours else options))
-
-    return compile_others
+def _without_ours(compile_: Any, *args: Any, **options: Any) -> Any:
+    """Call ``torch.compile``, which compiles nothing by a backend of ours."""
+    ours = options.get("backend") in ("ort_zero", "onnxrt")
+    return compile_(*args, **(options | {"disable": True} if ours else options))
 
 
 def section_is_off() -> bool:
@@ -200,14 +186,10 @@ def changed(ds_config: Any) -> Any:
     return result
 
 
-def _config_init(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(config, str) and Path(config).is_file():
-            config = json.loads(Path(config).read_text(encoding="utf-8"))
-        original(self, changed(config), *args, **kwargs)
-
-    return __init__
+def _config_init(original: Any, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    if isinstance(config, str) and Path(config).is_file():
+        config = json.loads(Path(config).read_text(encoding="utf-8"))
+    original(self, changed(config), *args, **kwargs)
 
 
 def patches() -> tuple[Patch, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import weakref
 from collections.abc import Callable
@@ -25,52 +24,48 @@ from ort_zero.runtimes import registry
 from ort_zero.utils.patching import Patch
 
 
-def _engine_init(original):
-    @functools.wraps(original)
-    def __init__(self, *args, **kwargs):
-        note_this_rank()  # first: the constructor has collectives, which may fail
-        bound, ds_config = ds_compat.config_of(original, self, args, kwargs)
-        ds_config = collected_script.changed(ds_config)
-        section = config.section_of(ds_config)
-        if section is None or profiled_script.in_torch():
-            measures.begin(False)
-            original(self, *args, **kwargs)
-            _note(self)
-            return None if section is None else profiled_script.measure_engine(self)
-        self.ort_zero_section = section
-        _refuse_local_storage(ds_config, section)
-        log.set_level(section.log_level, self)
-        measures.begin(section.cpu_memory)
-        silence_deprecated_collectives()
-        # for the first engine with a section: without a section DeepSpeed stays unchanged
-        registry.apply("gathers", deepspeed_waits.patches)
-        engine = section.engine()
-        runtime: Any = None
-        if engine != "torch":
-            measured = profiled_script.without_fallback(section)
-            runtime = loading.load(engine).run(bound.arguments["model"], measured, ds_config)
-        with zero3_patches.with_section():
-            original(*bound.args, **bound.kwargs)
-        measures.connect(self, section.cpu_memory, section.memory.recompute == "auto")
-        if runtime is not None:
-            from ort_zero.units import installation  # needs ONNX Runtime
-
-            installation.connect(runtime, self)
+def _engine_init(original, self, *args, **kwargs):
+    note_this_rank()  # first: the constructor has collectives, which may fail
+    bound, ds_config = ds_compat.config_of(original, self, args, kwargs)
+    ds_config = collected_script.changed(ds_config)
+    section = config.section_of(ds_config)
+    if section is None or profiled_script.in_torch():
+        measures.begin(False)
+        original(self, *args, **kwargs)
         _note(self)
-        if runtime is None:
-            summary.announce(section, self.module, None)
-        else:
-            from ort_zero.plugin.wrap import announce_units  # not with DeepSpeed: it imports torch's compiler
+        return None if section is None else profiled_script.measure_engine(self)
+    self.ort_zero_section = section
+    _refuse_local_storage(ds_config, section)
+    log.set_level(section.log_level, self)
+    measures.begin(section.cpu_memory)
+    silence_deprecated_collectives()
+    # for the first engine with a section: without a section DeepSpeed stays unchanged
+    registry.apply("gathers", deepspeed_waits.patches)
+    engine = section.engine()
+    runtime: Any = None
+    if engine != "torch":
+        measured = profiled_script.without_fallback(section)
+        runtime = loading.load(engine).run(bound.arguments["model"], measured, ds_config)
+    with zero3_patches.with_section():
+        original(*bound.args, **bound.kwargs)
+    measures.connect(self, section.cpu_memory, section.memory.recompute == "auto")
+    if runtime is not None:
+        from ort_zero.units import installation  # needs ONNX Runtime
 
-            announce_units(runtime, self.module, section)
-            self.__dict__["ort_zero_runtime"] = weakref.ref(runtime)
-            profiled_script.measure_engine(self, runtime)
-        metrics.write_metrics_of(self, section.metrics, runtime)
-        session = statistics.collect(self, section.statistics)
-        if session is not None:
-            self.__dict__["ort_zero_statistics"] = session
+        installation.connect(runtime, self)
+    _note(self)
+    if runtime is None:
+        summary.announce(section, self.module, None)
+    else:
+        from ort_zero.plugin.wrap import announce_units  # not with DeepSpeed: it imports torch's compiler
 
-    return __init__
+        announce_units(runtime, self.module, section)
+        self.__dict__["ort_zero_runtime"] = weakref.ref(runtime)
+        profiled_script.measure_engine(self, runtime)
+    metrics.write_metrics_of(self, section.metrics, runtime)
+    session = statistics.collect(self, section.statistics)
+    if session is not None:
+        self.__dict__["ort_zero_statistics"] = session
 
 
 def _note(engine: Any) -> None:
@@ -108,65 +103,53 @@ def _refuse_local_storage(ds_config: dict, section: config.Config) -> None:
         )
 
 
-def _arguments(signature: inspect.Signature, engine: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+def _arguments(function: Any, engine: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Return the arguments of a call by name, also those that were left out."""
-    bound = signature.bind(engine, *args, **kwargs)
+    bound = inspect.signature(function).bind(engine, *args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
 
 
-def _save_checkpoint(original):
-    signature = inspect.signature(original)
+def _save_checkpoint(original, self, *args, **kwargs):
+    section = getattr(self, "ort_zero_section", None)
+    if section is None or not section.checkpoint.sharded or "ort_zero_saves_whole" in self.__dict__:
+        return original(self, *args, **kwargs)
+    arguments = _arguments(original, self, args, kwargs)
+    from ort_zero.checkpoint.saves import saving
 
-    @functools.wraps(original)
-    def save_checkpoint(self, *args, **kwargs):
-        section = getattr(self, "ort_zero_section", None)
-        if section is None or not section.checkpoint.sharded or "ort_zero_saves_whole" in self.__dict__:
-            return original(self, *args, **kwargs)
-        arguments = _arguments(signature, self, args, kwargs)
-        from ort_zero.checkpoint.saves import saving
-
-        with metrics.counting_a_save_of(self):
-            names = ("client_state", "save_latest", "exclude_frozen_parameters")
-            options = {name: arguments[name] for name in names}
-            saving.save(self, arguments["save_dir"], arguments["tag"], section.checkpoint.async_save, **options)
-        return True
-
-    return save_checkpoint
+    with metrics.counting_a_save_of(self):
+        names = ("client_state", "save_latest", "exclude_frozen_parameters")
+        options = {name: arguments[name] for name in names}
+        saving.save(self, arguments["save_dir"], arguments["tag"], section.checkpoint.async_save, **options)
+    return True
 
 
-def _load_checkpoint(original):
-    signature = inspect.signature(original)
+def _load_checkpoint(original, self, *args, **kwargs):
+    arguments = _arguments(original, self, args, kwargs)
+    if getattr(self, "ort_zero_section", None) is None or not arguments["load_dir"]:
+        return original(self, *args, **kwargs)
+    from ort_zero.checkpoint.loads import loading as checkpoint_loading
 
-    @functools.wraps(original)
-    def load_checkpoint(self, *args, **kwargs):
-        arguments = _arguments(signature, self, args, kwargs)
-        if getattr(self, "ort_zero_section", None) is None or not arguments["load_dir"]:
-            return original(self, *args, **kwargs)
-        from ort_zero.checkpoint.loads import loading as checkpoint_loading
+    def by_deepspeed() -> tuple:
+        return original(self, *args, **kwargs)
 
-        def by_deepspeed() -> tuple:
-            return original(self, *args, **kwargs)
-
-        if self.load_universal_checkpoint():
-            arguments["tag"], is_universal = checkpoint_loading.universal_tag(arguments["load_dir"], arguments["tag"])
-            if is_universal:
-                return by_deepspeed()
-        written_by = checkpoint_loading.format_of(arguments["load_dir"], arguments["tag"])
-        if written_by is None or (written_by == "deepspeed" and arguments["custom_load_fn"] is not None):
+    if self.load_universal_checkpoint():
+        arguments["tag"], is_universal = checkpoint_loading.universal_tag(arguments["load_dir"], arguments["tag"])
+        if is_universal:
             return by_deepspeed()
-        if arguments["custom_load_fn"] is not None:
-            raise CheckpointError("custom_load_fn is not possible with a sharded checkpoint of ort_zero; leave it out")
-        try:
-            names = ("load_optimizer_states", "load_lr_scheduler_states", "load_module_only")
-            options = {"strict": arguments["load_module_strict"], **{name: arguments[name] for name in names}}
-            return checkpoint_loading.load(self, arguments["load_dir"], arguments["tag"], **options)
-        except checkpoint_loading.UnreadableCheckpointError as error:
-            if written_by != "deepspeed":
-                raise
-            return _loaded_by_deepspeed(self, error, by_deepspeed)
-
-    return load_checkpoint
+    written_by = checkpoint_loading.format_of(arguments["load_dir"], arguments["tag"])
+    if written_by is None or (written_by == "deepspeed" and arguments["custom_load_fn"] is not None):
+        return by_deepspeed()
+    if arguments["custom_load_fn"] is not None:
+        raise CheckpointError("custom_load_fn is not possible with a sharded checkpoint of ort_zero; leave it out")
+    try:
+        names = ("load_optimizer_states", "load_lr_scheduler_states", "load_module_only")
+        options = {"strict": arguments["load_module_strict"], **{name: arguments[name] for name in names}}
+        return checkpoint_loading.load(self, arguments["load_dir"], arguments["tag"], **options)
+    except checkpoint_loading.UnreadableCheckpointError as error:
+        if written_by != "deepspeed":
+            raise
+        return _loaded_by_deepspeed(self, error, by_deepspeed)
 
 
 def _loaded_by_deepspeed(engine: Any, reason: Any, by_deepspeed: Callable[[], tuple]) -> tuple:
@@ -191,33 +174,25 @@ def _loaded_by_deepspeed(engine: Any, reason: Any, by_deepspeed: Callable[[], tu
     return loaded
 
 
-def _step(original):
-    @functools.wraps(original)
-    def step(self, *args, **kwargs):
-        result = original(self, *args, **kwargs)
-        metrics.after_step_of(self)
-        running = self.__dict__.get("ort_zero_runtime", lambda: None)()
-        if running is not None:
-            running.engine.end_step()
-        return result
-
-    return step
+def _step(original, self, *args, **kwargs):
+    result = original(self, *args, **kwargs)
+    metrics.after_step_of(self)
+    running = self.__dict__.get("ort_zero_runtime", lambda: None)()
+    if running is not None:
+        running.engine.end_step()
+    return result
 
 
-def _destroy(original):
-    @functools.wraps(original)
-    def destroy(self):
-        metrics.end_metrics_of(self)
-        measures.end(self)
-        session = self.__dict__.pop("ort_zero_statistics", None)
-        if session is not None:
-            session.remove()
-        runtime = self.__dict__.pop("ort_zero_runtime", lambda: None)()
-        if runtime is not None:
-            registry.end(runtime)
-        return original(self)
-
-    return destroy
+def _destroy(original, self):
+    metrics.end_metrics_of(self)
+    measures.end(self)
+    session = self.__dict__.pop("ort_zero_statistics", None)
+    if session is not None:
+        session.remove()
+    runtime = self.__dict__.pop("ort_zero_runtime", lambda: None)()
+    if runtime is not None:
+        registry.end(runtime)
+    return original(self)
 
 
 PATCHES = tuple(

@@ -13,21 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 from ort_zero.compat import deepspeed as ds_compat
-from ort_zero.utils.patching import Patch
+from ort_zero.utils.patching import Patch, around
 
 
-def _ours_or(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `ours` for the folder of a checkpoint of ort_zero's format, else `original`."""
-    signature = inspect.signature(original)
+def _ours_or(ours: Callable[..., Any], original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `ours` for the folder of a checkpoint of ort_zero's format, else `original`."""
+    from ort_zero.checkpoint import zero_to_fp32
 
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        from ort_zero.checkpoint import zero_to_fp32
-
-        folder, *rest = signature.bind(*args, **kwargs).args
-        return ours(folder, *rest) if zero_to_fp32.is_ours(folder) else original(folder, *rest)
-
-    return function
+    folder, *rest = inspect.signature(original).bind(*args, **kwargs).args
+    return ours(folder, *rest) if zero_to_fp32.is_ours(folder) else original(folder, *rest)
 
 
 def _read_fp32_state(folder: str, exclude_frozen_parameters: bool) -> Any:
@@ -62,7 +56,7 @@ def _folder() -> str:
 PATCHES = tuple(
     Patch(
         target=target,
-        build=functools.partial(_ours_or, ours=ours),
+        build=around(functools.partial(_ours_or, ours)),
         why="reads sharded checkpoints",
         guard=ds_compat.takes(*arguments),
     )

@@ -6,6 +6,7 @@ The replacement of an attribute has the original as ``__wrapped__``, and a marke
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import operator
 from collections.abc import Callable, Iterator
@@ -35,9 +36,22 @@ class Patch:
     """Whether the target may be missing: `build` then gets None, no guard is called, and `restore` removes it."""
 
     @classmethod
-    def in_module(cls, module: str, name: str, build: Callable[[Any], Any], why: str) -> Patch:
-        """Return the patch of a function that must still be the one which the module defines."""
-        return cls(target=f"{module}:{name}", build=build, why=why, guard=defined_in(module))
+    def in_module(cls, module: str, name: str, function: Callable[..., Any], why: str) -> Patch:
+        """Return the patch of a function by :func:`around`, which must still be the one that the module defines."""
+        return cls(target=f"{module}:{name}", build=around(function), why=why, guard=defined_in(module))
+
+
+def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return what builds replacements that call ``function(original, *args, **kwargs)``."""
+
+    def build(original: Any) -> Any:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return replacement
+
+    return build
 
 
 @dataclass(slots=True)

@@ -6,14 +6,13 @@ A DeepSpeedZeRoOffload notes the answer, since TRL and ``unwrap_model_for_genera
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from ort_zero.compat import deepspeed_hooks, deepspeed_units
-from ort_zero.utils.patching import Patch, defined_in
+from ort_zero.utils.patching import Patch, around, defined_in
 
 _SUBSCRIBER = "_ort_zero_subscriber"
 """The attribute of offloads with a section."""
@@ -35,51 +34,41 @@ def has_section(offload: Any) -> bool:
     return _SUBSCRIBER in vars(offload)
 
 
-def _build_setup(original: Callable) -> Callable:
-    def setup_zero_stage3_hooks(self: Any) -> None:
-        """Register the ZeRO-3 hooks of a module: DeepSpeed's, or with an ``"ort_zero"`` section the subscriber's."""
-        if not _in_section.get():
-            vars(self).pop(_SUBSCRIBER, None)
-            original(self)
-            return
-        from ort_zero.plugin.zero3_hooks.subscriber import ZeROOffloadSubscriber
-
-        subscriber = vars(self).setdefault(_SUBSCRIBER, ZeROOffloadSubscriber(self))
-        self.hierarchy = 0
-        self.fwd_pre_hook = self.module.register_forward_pre_hook(subscriber.hooks["_start_of_forward_hook"])
-        self._register_deepspeed_module(self.module)  # with the method that the class has now, patched or not
-        deepspeed_hooks.modules_in_forward().append(self.module)
-        deepspeed_units.hand_gradients_on(self.module)
-
-    return setup_zero_stage3_hooks
-
-
-def _build_register(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def register_hooks(self: Any, module: Any, count: list[int] | None = None) -> None:
-        """Register hooks on `module` and below, as this offload was set up."""
-        if count is None:
-            count = deepspeed_hooks.shared_count(original)
-        if not has_section(self):
-            original(self, module, count)
-            return
-        coordinator = self.get_param_coordinator()
-        if module is self.module and not coordinator.is_invalid_trace():
-            coordinator._invalidate_trace()  # DeepSpeed records which weights are fetched in which order again
-        deepspeed_hooks.number_modules(module, count)
-        getattr(self, _SUBSCRIBER).register(module)
-
-    return register_hooks
-
-
-def _build_destroy(original: Callable) -> Callable:
-    def destroy(self: Any) -> None:
-        """Remove the hooks, and for an engine with the section all references that keep its model alive."""
+def _setup(original: Any, self: Any) -> None:
+    """Register the ZeRO-3 hooks of a module: DeepSpeed's, or with an ``"ort_zero"`` section the subscriber's."""
+    if not _in_section.get():
+        vars(self).pop(_SUBSCRIBER, None)
         original(self)
-        if has_section(self):
-            deepspeed_hooks.forget(self)
+        return
+    from ort_zero.plugin.zero3_hooks.subscriber import ZeROOffloadSubscriber
 
-    return destroy
+    subscriber = vars(self).setdefault(_SUBSCRIBER, ZeROOffloadSubscriber(self))
+    self.hierarchy = 0
+    self.fwd_pre_hook = self.module.register_forward_pre_hook(subscriber.hooks["_start_of_forward_hook"])
+    self._register_deepspeed_module(self.module)  # with the method that the class has now, patched or not
+    deepspeed_hooks.modules_in_forward().append(self.module)
+    deepspeed_units.hand_gradients_on(self.module)
+
+
+def _register(original: Any, self: Any, module: Any, count: list[int] | None = None) -> None:
+    """Register hooks on `module` and below, as this offload was set up."""
+    if count is None:
+        count = deepspeed_hooks.shared_count(original)
+    if not has_section(self):
+        original(self, module, count)
+        return
+    coordinator = self.get_param_coordinator()
+    if module is self.module and not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()  # DeepSpeed records which weights are fetched in which order again
+    deepspeed_hooks.number_modules(module, count)
+    getattr(self, _SUBSCRIBER).register(module)
+
+
+def _destroy(original: Any, self: Any) -> None:
+    """Remove the hooks, and for an engine with the section all references that keep its model alive."""
+    original(self)
+    if has_section(self):
+        deepspeed_hooks.forget(self)
 
 
 def _guard(original: Any) -> None:
@@ -88,10 +77,10 @@ def _guard(original: Any) -> None:
 
 
 PATCHES = tuple(
-    Patch(target=f"{deepspeed_hooks.OFFLOAD}.{name}", build=build, why=why, guard=guard)
-    for name, build, why, guard in (
-        ("setup_zero_stage3_hooks", _build_setup, "ZeRO-3 hooks fit the engine that runs the model", _guard),
-        ("_register_deepspeed_module", _build_register, "hooks that are registered again stay with it", _guard),
-        ("destroy", _build_destroy, "a destroyed engine keeps no model alive", defined_in(deepspeed_hooks.MODULE)),
+    Patch(target=f"{deepspeed_hooks.OFFLOAD}.{name}", build=around(function), why=why, guard=guard)
+    for name, function, why, guard in (
+        ("setup_zero_stage3_hooks", _setup, "ZeRO-3 hooks fit the engine that runs the model", _guard),
+        ("_register_deepspeed_module", _register, "hooks that are registered again stay with it", _guard),
+        ("destroy", _destroy, "a destroyed engine keeps no model alive", defined_in(deepspeed_hooks.MODULE)),
     )
 )
