@@ -63,15 +63,13 @@ def write_metrics_of(engine: Any, section: Any, runtime: Any) -> None:
 
 def end_metrics_of(engine: Any) -> None:
     """Stop writing the metrics of an engine; the next engine with this path gets its file."""
-    writer = engine.__dict__.pop(_WRITER, None)
-    if writer is not None:
+    if writer := engine.__dict__.pop(_WRITER, None):
         _writers.pop(writer, None)
 
 
 def after_step_of(engine: Any) -> None:
     """Write the metrics of an engine every ``every`` steps; must be called after each ``engine.step()``."""
-    writer = engine.__dict__.get(_WRITER)
-    if writer is not None:
+    if writer := engine.__dict__.get(_WRITER):
         writer.after_step(engine.global_steps)
 
 
@@ -82,8 +80,7 @@ def counting_a_save_of(engine: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        writer = engine.__dict__.get(_WRITER)
-        if writer is not None:
+        if writer := engine.__dict__.get(_WRITER):
             writer.saves += 1
             writer.save_seconds += time.monotonic() - start
 

@@ -6,7 +6,7 @@ DeepSpeed makes two autograd Functions for each module. Here two serve all modul
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,13 +15,12 @@ from ort_zero.distributed.lone_failures import ended_unless_shared
 from ort_zero.utils.tree_map import map_attributes
 
 
-class BackwardAction:
+class BackwardAction(NamedTuple):
     """An action before or after the backward of one module, stored in place of DeepSpeed's autograd Function."""
 
-    __slots__ = ("function", "module", "run")
-
-    def __init__(self, function: type[torch.autograd.Function], module: torch.nn.Module, run: Callable[[Any], None]):
-        self.function, self.module, self.run = function, module, run
+    function: type[torch.autograd.Function]
+    module: torch.nn.Module
+    run: Callable[[Any], None]
 
     def apply(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor` as it passes through the autograd Function."""
