@@ -12,10 +12,9 @@ if TYPE_CHECKING:  # autoload runs at the end of every ``import torch``
     from ort_zero.utils.patching import Patch, PatchSet
 
 patch_sets: dict[str, PatchSet] = {}
-"""The applied patches by name: ``"deepspeed"``, ``"gathers"`` (DeepSpeed's, once an engine has the section),
-``"collectives in place"`` and ``"Adam in pieces"`` (of ``cpu_memory``),
-``"torch.onnx"``, ``"onnxruntime"``, ``"ORTModule"`` (its constructor), ``"profiling ranges"`` and ``"statistics"`` (of
-onnxruntime-training), and ``"refused_section"`` where the plugin could not be enabled."""
+"""Applied patches by name: ``"deepspeed"``, ``"compiled operators"``, ``"fp32 state"``, ``"gathers"`` (once an engine
+has the section), ``"collectives in place"`` and ``"Adam in pieces"`` (of ``cpu_memory``), ``"ORTModule"`` and others of
+onnxruntime-training, and ``"refused_section"`` where the plugin could not be enabled."""
 _PATCHING = threading.RLock()
 after_step: list[Callable[[Any, bool], None]] = []
 """Functions to call with the runtime of a model after each step, until it is settled where all runs, and with that."""
