@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,3 +43,15 @@ def full_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             found[name] = parameter.detach().clone()
     return found
+
+
+def grid(size: int) -> SimpleNamespace:
+    """Return groups of ranks as DeepSpeed asks for them: two ranks next to each other share a model. All ranks call."""
+    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    models = [torch.distributed.new_group(range(i, i + size)) for i in range(0, count, size)]
+    data = [torch.distributed.new_group(range(i, count, size)) for i in range(size)]
+    found = {"data_parallel_group": data[rank % size]}
+    found |= {"data_parallel_rank": rank // size, "data_parallel_world_size": count // size}
+    for name in ("model_parallel", "tensor_model_parallel"):
+        found |= {f"{name}_group": models[rank // size], f"{name}_rank": rank % size, f"{name}_world_size": size}
+    return SimpleNamespace(**{f"get_{name}": lambda value=value: value for name, value in found.items()})

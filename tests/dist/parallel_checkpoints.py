@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed_setup import grid
 from launch_once import once
 from rank_processes.ranks import run_on_ranks
 
@@ -416,7 +417,7 @@ class _Split(_Model):
     """Ranks 0, 1 and ranks 2, 3 share the layers by hand, as Megatron does."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        group = _Mpu.tensor_group
+        group = _Reduce.group
         rank = torch.distributed.get_rank(group)
         local = tokens - rank * 4
         mine = (local >= 0) & (local < 4)
@@ -433,10 +434,12 @@ class _Split(_Model):
 class _Reduce(torch.autograd.Function):
     """Sums over the tensor-parallel ranks; the gradient passes."""
 
+    group: Any = None
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         x = x.clone()
-        torch.distributed.all_reduce(x, group=_Mpu.tensor_group)
+        torch.distributed.all_reduce(x, group=_Reduce.group)
         return x
 
     @staticmethod
@@ -454,50 +457,15 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         grad = grad.clone()
-        torch.distributed.all_reduce(grad, group=_Mpu.tensor_group)
+        torch.distributed.all_reduce(grad, group=_Reduce.group)
         return grad
-
-
-class _Mpu:
-    """The object that tells DeepSpeed which ranks share a model: two tensor-parallel ranks, two data-parallel."""
-
-    tensor_group: Any = None
-    data_group: Any = None
-
-    def __init__(self) -> None:
-        rank = torch.distributed.get_rank()
-        for ranks in ([0, 1], [2, 3]):
-            group = torch.distributed.new_group(ranks)
-            if rank in ranks:
-                _Mpu.tensor_group = group
-        for ranks in ([0, 2], [1, 3]):
-            group = torch.distributed.new_group(ranks)
-            if rank in ranks:
-                _Mpu.data_group = group
-
-    def get_model_parallel_rank(self) -> int:
-        return torch.distributed.get_rank(self.tensor_group)
-
-    def get_model_parallel_world_size(self) -> int:
-        return 2
-
-    def get_model_parallel_group(self) -> Any:
-        return self.tensor_group
-
-    def get_data_parallel_rank(self) -> int:
-        return torch.distributed.get_rank(self.data_group)
-
-    def get_data_parallel_world_size(self) -> int:
-        return 2
-
-    def get_data_parallel_group(self) -> Any:
-        return self.data_group
 
 
 def _megatron(variant: Variant, folder: str) -> Held:
     import deepspeed
 
-    mpu = _Mpu()
+    mpu = grid(2)  # two tensor-parallel ranks, two data-parallel
+    _Reduce.group = mpu.get_model_parallel_group()
     whole = _Model()
     net = _Split(ranks=2)
     rank = mpu.get_model_parallel_rank()

@@ -7,11 +7,11 @@ The ranks run at ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: torch and ort_zero compare 
 from __future__ import annotations
 
 import gc
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed_setup import grid
 from launch_once import once
 from rank_processes.ranks import run_on_ranks
 from torch import nn
@@ -94,18 +94,6 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x + self.experts(x)[0] if hasattr(self, "experts") else x
-
-
-def grid(size: int) -> SimpleNamespace:
-    """Return groups of ranks as DeepSpeed asks for them: two ranks next to each other share a model. All ranks call."""
-    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    models = [torch.distributed.new_group(range(i, i + size)) for i in range(0, count, size)]
-    data = [torch.distributed.new_group(range(i, count, size)) for i in range(size)]
-    found = {"data_parallel_group": data[rank % size]}
-    found |= {"data_parallel_rank": rank // size, "data_parallel_world_size": count // size}
-    for name in ("model_parallel", "tensor_model_parallel"):
-        found |= {f"{name}_group": models[rank // size], f"{name}_rank": rank % size, f"{name}_world_size": size}
-    return SimpleNamespace(**{f"get_{name}": lambda value=value: value for name, value in found.items()})
 
 
 def trained(case: dict[str, Any], section: dict[str, Any] | None) -> dict[str, Any]:
