@@ -20,7 +20,6 @@ from ort_zero.checkpoint import aggregate, convert, diff, list_checkpoints, veri
 
 PLANS: dict[str, dict[str, Any]] = {
     "fp32": {"stage": 1},
-    "fp32_2": {"stage": 2},
     "bf16": {"stage": 2, "precision": "bf16"},
     "bf16_1": {"stage": 1, "precision": "bf16", "accumulate": "fp32"},
     "fp16": {"stage": 1, "precision": "fp16"},
@@ -37,11 +36,11 @@ TRAINED = ("embed.weight", "norm.weight", "norm.bias", "hidden.weight", "hidden.
 
 
 def edit(engine: Any, kind: str) -> None:
-    """Put other weights into the module: all, one, some elements of one, or all or one on one rank alone."""
+    """Put other weights into the module: all, one, some elements of one, or one on one rank alone."""
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
             if name in TRAINED:
-                if kind == "all" or (kind == "rank_0" and dist.get_rank() == 0):
+                if kind == "all":
                     parameter.mul_(0.5).add_(0.25)
                 elif kind in ("rank_0_gain", "rank_1") and name == "gain" and dist.get_rank() == (kind == "rank_1"):
                     parameter.fill_(3.0)
@@ -119,7 +118,7 @@ def save_and_load_buffers(folder: str) -> dict[str, Any]:
     heard = Warnings()
     logging.getLogger("ort_zero").addHandler(heard)
     found: dict[str, Any] = {}
-    for stage in (0, 1, 2, 3):
+    for stage in (0, 2, 3):
         engine = engine_of(stage)
         train(engine, range(2))
         engine.module.scale.fill_(dist.get_rank() + 0.5)
@@ -138,7 +137,7 @@ def save_and_load_buffers(folder: str) -> dict[str, Any]:
                 convert(f"{folder}/3", f"{folder}/{to}_{tag}_1", to=to, tag=tag, world_size=1, progress=False)
     dist.barrier()
     engine = engine_of(3, seed=1)
-    for place, tag in (*SOURCES, *((f"{stage}", "ours") for stage in (0, 1, 2))):
+    for place, tag in (*SOURCES, *((f"{stage}", "ours") for stage in (0, 2))):
         engine.module.scale.zero_()
         engine.load_checkpoint(f"{folder}/{place}", tag=tag, load_optimizer_states=False)
         found["loaded", place, tag] = (engine.module.scale.tolist(), int(engine.module.calls), heard.taken())
@@ -162,7 +161,7 @@ SOURCES = [("3", tag) for tag in ("ours", "plain")] + [
 ]
 
 
-KINDS = ("none", "all", "one", "element", "rank_0", "rank_0_gain", "rank_1")
+KINDS = ("none", "all", "one", "element", "rank_0_gain", "rank_1")
 """The masters of `gain` lie on rank 1 for the most part. DeepSpeed saves the module of rank 0."""
 
 
@@ -231,7 +230,7 @@ def test_zero3_takes_the_masters(folder):
 
 
 @pytest.mark.parametrize("source", ["ours", "plain"])
-@pytest.mark.parametrize("plan", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("plan", ["fp32", "bf16"])
 def test_commands_read_both(plan, source, folder, tmp_path):
     saved = [found[f"{plan} one"]["saved"] for found in launched(folder)]
     root = Path(folder, plan, "one", source)

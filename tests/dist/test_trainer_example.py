@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from rank_processes.ranks import free_port, run_script_on_ranks
 
-from ort_zero.checkpoint import verify
-
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 SCRIPT = "examples/train_trainer.py"
@@ -76,16 +74,3 @@ def test_an_uninterrupted_run_trains_evaluates_and_saves_as_pytorch_does(tmp_pat
     ours, theirs = (load_file(out / "model.safetensors") for out in (tmp_path, in_pytorch))
     assert ours.keys() == theirs.keys()
     assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-4
-
-
-@pytest.mark.slow
-def test_a_second_run_resumes_where_the_first_ended(tmp_path, in_pytorch):
-    _ran(_launch(None, tmp_path, "--steps", "3", "--expect-ort"), 3)
-    report = verify(tmp_path / "checkpoint-3", progress=False)
-    assert report.ok and report.format == "ort_zero"
-    _ran(_launch("torchrun", tmp_path, "--steps", "6", "--resume", "--expect-ort"), 3)
-    assert (tmp_path / "checkpoint-6").is_dir()
-    losses = _logged(tmp_path, "loss")
-    assert len(losses) == 6
-    assert losses == pytest.approx(_logged(in_pytorch, "loss"), abs=TOLERANCE)
-    assert _logged(tmp_path, "eval_loss")[-1] == pytest.approx(_logged(in_pytorch, "eval_loss")[-1], abs=TOLERANCE)
