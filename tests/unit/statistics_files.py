@@ -1,17 +1,18 @@
-"""Statistics files for tests: of every kind of record, with every kind of number."""
+"""Statistics files for tests, and their rows as plain values; see the docstrings of ``Table`` and ``rows``."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from statistics_records import Record, Statistics, columns_of
 
 from ort_zero.statistics.collect.writer import StatisticsWriter
-from ort_zero.statistics.files import file_name
-from ort_zero.statistics.records import Phase
-from ort_zero.statistics.rows import FIRST, SKETCH
+from ort_zero.statistics.files import DESCRIPTION, file_name
+from ort_zero.statistics.records import Phase, Table
+from ort_zero.statistics.rows import COLUMNS, COUNTS, FIRST, FIRST_COLUMNS, SKETCH, SKETCH_COLUMNS, WIDTH
 
 MANIFEST_OF = {
     "backend": "torch",
@@ -21,6 +22,70 @@ MANIFEST_OF = {
     "model_digest": "abc",
     "parameters": {"head.weight": [3, 4], "scale": []},
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    elements: int
+    min: float
+    max: float
+    mean: float
+    std: float
+    abs_mean: float
+    l2: float
+    negative: int
+    positive: int
+    zero: int
+    nan: int
+    inf: int
+    first: tuple[float, ...]
+    sketch: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    step: int
+    phase: Phase
+    order: int
+    call: int
+    caller: int
+    module: str
+    occurrence: int
+    kind: str
+    slot: str
+    source: int
+    shape: tuple[int, ...]
+    dtype: str
+    partitioned: bool
+    statistics: Statistics | None
+
+
+def statistics_of(row: np.ndarray) -> Statistics:
+    numbers = row.tolist()
+    named = {name: int(value) if name in COUNTS else value for name, value in zip(COLUMNS, numbers)}
+    first = tuple(numbers[FIRST_COLUMNS][: named["elements"]])
+    return Statistics(**named, first=first, sketch=tuple(numbers[SKETCH_COLUMNS]))
+
+
+def record_of(table: Table, row: int) -> Record:
+    described = {name: getattr(table, name)[row] for name in DESCRIPTION}
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in described.items()}
+    statistics = None if plain["source"] >= 0 else statistics_of(table.raw(np.array([row]))[0])
+    return Record(**plain | dict(step=table.step, phase=Phase(plain["phase"]), statistics=statistics))
+
+
+def records_of(table: Table) -> list[Record]:
+    return [record_of(table, row) for row in range(len(table))]
+
+
+def columns_of(records: list[Record]) -> tuple[dict[str, list[Any]], np.ndarray]:
+    """Return what ``StatisticsWriter.append`` takes after the step."""
+    raw = np.zeros((len(records), WIDTH))
+    for line, record in zip(raw, records):
+        if (found := record.statistics) is not None:
+            first = [*found.first, *[np.nan] * (FIRST - len(found.first))]
+            line[:] = [*(getattr(found, name) for name in COLUMNS), *first, *found.sketch]
+    return {name: [getattr(record, name) for record in records] for name in DESCRIPTION}, raw
 
 
 def statistics(seed: float, elements: int = 24) -> Statistics:

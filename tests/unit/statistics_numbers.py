@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from statistics_records import records_of
+from statistics_files import records_of
 from torch import nn
 
 from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber, inspect_activation

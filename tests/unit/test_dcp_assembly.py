@@ -78,19 +78,16 @@ def named_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("form", ["dcp", "ranks"])
-@pytest.mark.parametrize(
-    ("make", "optimize", "said"),
-    [
-        (lambda: layers(3), plain, IN_ORDER),
-        (lambda: layers(3), lambda m: torch.optim.Adafactor(m.parameters()), IN_ORDER),
-        (Tied, plain, IN_ORDER),
-        (Tied, by_dimensions, IN_ORDER),
-        (lambda: layers(2), named_groups, None),
-        (lambda: layers(2), reversed_groups, LEFT_OUT),
-        (frozen, plain, LEFT_OUT),
-        (norms, plain, LEFT_OUT),
-    ],
-)
+@pytest.mark.parametrize(("make", "optimize", "said"), [
+    (lambda: layers(3), plain, IN_ORDER),
+    (lambda: layers(3), lambda m: torch.optim.Adafactor(m.parameters()), IN_ORDER),
+    (Tied, plain, IN_ORDER),
+    (Tied, by_dimensions, IN_ORDER),
+    (lambda: layers(2), named_groups, None),
+    (lambda: layers(2), reversed_groups, LEFT_OUT),
+    (frozen, plain, LEFT_OUT),
+    (norms, plain, LEFT_OUT),
+])  # fmt: skip
 def test_counted_states_go_to_their_parameters_or_are_left_out(tmp_path, form, make, optimize, said):
     model, saved = make(), tmp_path / "saved"
     optimizer = trained(optimize(model), model)
@@ -129,15 +126,12 @@ def state(*names: str, **options: Any) -> dict[str, Any]:
     return {"state": {name: {"exp_avg": B} for name in names}, "param_groups": [{"params": [*names], **options}]}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"model": {"w": A}, "net": {"w": B}},
-        {"model": {"_orig_mod.w": A, "w": B}},
-        {"model": {"w": A}, "optimizer_0": state("w"), "optimizer_1": state("w")},
-        {"model": {"w": A}, "optim": state("w", "_orig_mod.w")},
-    ],
-)
+@pytest.mark.parametrize("content", [
+    {"model": {"w": A}, "net": {"w": B}},
+    {"model": {"_orig_mod.w": A, "w": B}},
+    {"model": {"w": A}, "optimizer_0": state("w"), "optimizer_1": state("w")},
+    {"model": {"w": A}, "optim": state("w", "_orig_mod.w")},
+])  # fmt: skip
 def test_two_values_with_one_meaning_are_refused(tmp_path, content):
     dcp.save(content, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(CheckpointError, match="w twice, of two models or optimizers"):
@@ -193,16 +187,13 @@ def test_megatrons_states_by_bucket_are_named_with_the_way_out(tmp_path, optimiz
     assert note.endswith(f": {optimizer}.odd")
 
 
-@pytest.mark.parametrize(
-    ("weights", "tied"),
-    [
-        ({"wte.weight": A, "lm_head.weight": A}, {"lm_head.weight": "wte.weight"}),
-        ({"wte.weight": A, "lm_head.weight": A.clone(), "teacher.wte.weight": A}, {}),
-        ({"wte.weight": A, "old.wte.weight": A}, {}),
-        ({"student.weight": A, "teacher.weight": A}, {}),
-        ({"wte.weight": A, "lm_head.weight": A.t()}, {}),
-    ],
-)
+@pytest.mark.parametrize(("weights", "tied"), [
+    ({"wte.weight": A, "lm_head.weight": A}, {"lm_head.weight": "wte.weight"}),
+    ({"wte.weight": A, "lm_head.weight": A.clone(), "teacher.wte.weight": A}, {}),
+    ({"wte.weight": A, "old.wte.weight": A}, {}),
+    ({"student.weight": A, "teacher.weight": A}, {}),
+    ({"wte.weight": A, "lm_head.weight": A.t()}, {}),
+])  # fmt: skip
 def test_only_a_tied_embedding_is_dropped_and_a_note_says_so(tmp_path, weights, tied):
     dcp.save({"model": weights, "optim": state(next(iter(weights)))}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     source = find_source(str(tmp_path / "dcp"))

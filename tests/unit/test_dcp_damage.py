@@ -106,15 +106,13 @@ FAULTS = {
     "interrupted": (removed(METADATA), "the save was interrupted"),
     "metadata cut": (truncated(METADATA, 200), "cannot be unpickled"),
     "of another save": (of_another_save, "does not end with its zip directory|the metadata say"),
-    "hole": (
-        metadata(lambda content: setattr(content.state_dict_metadata[BIAS], "size", torch.Size([601]))),
-        "elements 600 to 601 are in no shard",
-    ),
+    "hole": (metadata(lambda content: setattr(content.state_dict_metadata[BIAS], "size", torch.Size([601]))),
+        "elements 600 to 601 are in no shard"),
     "overlap": (metadata(overlap), "overlaps another"),
     "huge": (metadata(huge), "the metadata say"),
     "outside": (metadata(outside), "names the file"),
     "hostile": (hostile, "which no checkpoint needs"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -243,38 +241,22 @@ def of_another_step(folder: Path) -> None:
 FIRST = "shard-00001-model-00001-of-00001.safetensors"
 
 
-@pytest.mark.parametrize(
-    ("make", "damage", "says"),
-    [
-        (shards, removed(FIRST), "missing: shard-00001"),
-        (shards, removed("shard-00002-model-00001-of-00002.safetensors"), "missing: number 1 of 2 of shard 2"),
-        (shards, removed("shard-00002-model-00002-of-00002.safetensors"), "missing: number 2 of 2 of shard 2"),
-        (
-            shards,
-            lambda folder: save_file({"w": torch.ones(2)}, folder / FIRST, {"DCP_SHARDING_INFO": "[" * 100_000}),
-            "nested too deeply",
-        ),
-        (ranks, of_another_step, "is of another step than .*: optimizer.state.0.step"),
-        (ranks, removed("model_world_size_2_rank_1.pt"), r"ranks \[1\] are missing"),
-        (
-            ranks,
-            lambda folder: shutil.copy(
-                folder / "model_world_size_2_rank_0.pt", folder / "model_world_size_2_rank_2.pt"
-            ),
-            "model_world_size_2_rank_2.pt is one too many: 2 ranks saved",
-        ),
-        (
-            ranks,
-            lambda folder: torch.save({}, folder / "optim_world_size_4_rank_3.pt"),
-            r"files of saves of \[2, 4\] ranks; all files of \[2\] are there: move those of the other saves",
-        ),
-        (
-            lambda folder: torch.save({}, folder.mkdir() or folder / f"model_world_size_{1 << 60}_rank_0.pt"),
-            lambda folder: None,
-            r"ranks \[1, 2, .* are missing",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("make", "damage", "says"), [
+    (shards, removed(FIRST), "missing: shard-00001"),
+    (shards, removed("shard-00002-model-00001-of-00002.safetensors"), "missing: number 1 of 2 of shard 2"),
+    (shards, removed("shard-00002-model-00002-of-00002.safetensors"), "missing: number 2 of 2 of shard 2"),
+    (shards, lambda folder: save_file({"w": torch.ones(2)}, folder / FIRST, {"DCP_SHARDING_INFO": "[" * 100_000}),
+     "nested too deeply"),
+    (ranks, of_another_step, "is of another step than .*: optimizer.state.0.step"),
+    (ranks, removed("model_world_size_2_rank_1.pt"), r"ranks \[1\] are missing"),
+    (ranks,
+     lambda folder: shutil.copy(folder / "model_world_size_2_rank_0.pt", folder / "model_world_size_2_rank_2.pt"),
+     "model_world_size_2_rank_2.pt is one too many: 2 ranks saved"),
+    (ranks, lambda folder: torch.save({}, folder / "optim_world_size_4_rank_3.pt"),
+     r"files of saves of \[2, 4\] ranks; all files of \[2\] are there: move those of the other saves"),
+    (lambda folder: torch.save({}, folder.mkdir() or folder / f"model_world_size_{1 << 60}_rank_0.pt"),
+     lambda folder: None, r"ranks \[1, 2, .* are missing"),
+])  # fmt: skip
 def test_files_of_ranks_that_do_not_belong_together_are_named(tmp_path, make, damage, says):
     saved = tmp_path / "saved"
     make(saved)

@@ -39,21 +39,11 @@ def joined(tensor: np.ndarray, blocks: list[Block], files: dict[str, bytes]) -> 
     return flat.reshape(tensor.shape)
 
 
-@pytest.mark.parametrize(
-    ("shape", "cuts"),
-    [
-        ((), []),
-        ((7,), [[]]),
-        ((7,), [[3, 4]]),
-        ((6, 5), [[2, 4], []]),
-        ((6, 5), [[], [1, 4]]),
-        ((6, 5), [[4], [2]]),
-        ((3, 4, 5), [[1], [2], []]),
-        ((3, 4, 5), [[], [1, 3], [4]]),
-        ((2, 3, 4, 2), [[1], [], [1], []]),
-        ((4, 0, 3), [[2], [], []]),
-    ],
-)
+@pytest.mark.parametrize(("shape", "cuts"), [
+    ((), []), ((7,), [[]]), ((7,), [[3, 4]]), ((6, 5), [[2, 4], []]), ((6, 5), [[], [1, 4]]), ((6, 5), [[4], [2]]),
+    ((3, 4, 5), [[1], [2], []]), ((3, 4, 5), [[], [1, 3], [4]]), ((2, 3, 4, 2), [[1], [], [1], []]),
+    ((4, 0, 3), [[2], [], []]),
+])  # fmt: skip
 def test_a_grid_of_blocks_is_the_tensor(shape, cuts):
     tensor = np.arange(np.prod(shape, dtype=int), dtype=np.int16).reshape(shape)
     files: dict[str, bytes] = {}
@@ -80,18 +70,15 @@ def test_blocks_that_form_no_grid_are_the_tensor():
     np.testing.assert_array_equal(joined(tensor, blocks, files), tensor)
 
 
-@pytest.mark.parametrize(
-    ("blocks", "says"),
-    [
-        ([((0, 0), (2, 3))], "elements 6 to 12 are in no shard"),
-        ([((0, 0), (2, 3)), ((3, 0), (1, 3))], "elements 6 to 9 are in no shard"),
-        ([((1, 0), (3, 3))], "elements 0 to 3 are in no shard"),
-        ([((0, 0), (3, 3)), ((2, 0), (2, 3))], "elements 6 to 9 are in two shards, one in f"),
-        ([((0, 0), (4, 3)), ((0, 0), (4, 3))], "in two shards"),
-        ([((0, 0), (5, 3))], "outside of its shape"),
-        ([], "elements 0 to 12 are in no shard"),
-    ],
-)
+@pytest.mark.parametrize(("blocks", "says"), [
+    ([((0, 0), (2, 3))], "elements 6 to 12 are in no shard"),
+    ([((0, 0), (2, 3)), ((3, 0), (1, 3))], "elements 6 to 9 are in no shard"),
+    ([((1, 0), (3, 3))], "elements 0 to 3 are in no shard"),
+    ([((0, 0), (3, 3)), ((2, 0), (2, 3))], "elements 6 to 9 are in two shards, one in f"),
+    ([((0, 0), (4, 3)), ((0, 0), (4, 3))], "in two shards"),
+    ([((0, 0), (5, 3))], "outside of its shape"),
+    ([], "elements 0 to 12 are in no shard"),
+])  # fmt: skip
 def test_holes_and_overlaps_are_named(blocks, says):
     with pytest.raises(CorruptCheckpointError, match=says):
         pieces_of_blocks((4, 3), [Block(offsets, sizes, "f", 0) for offsets, sizes in blocks], 4)

@@ -12,56 +12,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from statistics_files import manifest_of, records, write
-from statistics_records import Record, Statistics, columns_of
+import torch
+from statistics_files import Record, Statistics, columns_of, manifest_of, records, statistics_of, write
 
 from ort_zero.cli import main as cli
 from ort_zero.errors import StatisticsError
+from ort_zero.statistics.collect.tensor_statistics import measure_into
 from ort_zero.statistics.collect.writer import StatisticsWriter
-from ort_zero.statistics.compare.merge import in_both_orders, merge_activation_summary
+from ort_zero.statistics.compare.merge import merge_activation_summary
 from ort_zero.statistics.records import Phase
-from ort_zero.statistics.rows import SKETCH
+from ort_zero.statistics.rows import WIDTH
 
 
 def numbers(values: np.ndarray) -> Statistics:
-    """Statistics of real values; the sketch is right for an array of at most :data:`SKETCH` elements."""
-    sketch = np.zeros(SKETCH)
-    sketch[: values.size] = values
-    return Statistics(
-        elements=values.size,
-        min=values.min(),
-        max=values.max(),
-        mean=values.mean(),
-        std=values.std(),
-        abs_mean=np.abs(values).mean(),
-        l2=float(np.linalg.norm(values)),
-        negative=int((values < 0).sum()),
-        positive=int((values > 0).sum()),
-        zero=int((values == 0).sum()),
-        nan=0,
-        inf=0,
-        first=tuple(values[:8].tolist()),
-        sketch=tuple(sketch.tolist()),
-    )
+    line = np.empty(WIDTH)
+    measure_into(line, torch.from_numpy(values))
+    return statistics_of(line)
 
 
 def row(phase: Phase, order: int, module: str, kind: str, values=None, **changes) -> Record:
     base = Record(
-        step=0,
-        phase=phase,
-        order=order,
-        call=order,
-        caller=order - 1,
-        module=module,
-        occurrence=1,
-        kind=kind,
-        slot="",
-        source=-1 if values is not None else 0,
-        shape=(4, 5),
-        dtype="float32",
-        partitioned=False,
+        step=0, phase=phase, order=order, call=order, caller=order - 1, module=module, occurrence=1, kind=kind,
+        slot="", source=-1 if values is not None else 0, shape=(4, 5), dtype="float32", partitioned=False,
         statistics=None if values is None else numbers(values),
-    )
+    )  # fmt: skip
     return dataclasses.replace(base, **changes)
 
 
@@ -101,14 +75,6 @@ def collect(folder: Path, rows: list[Record], **about) -> Path:
 @pytest.fixture
 def runs(tmp_path) -> tuple[Path, Path]:
     return collect(tmp_path / "pt", torch_rows()), collect(tmp_path / "ort", ort_rows(), backend="onnxruntime")
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "expected"),
-    [("abc", "abc", "abc"), ("abc", "xaybzc", "xaybzc"), ("abc", "cxa", "abcx"), ("", "xy", "xy"), ("ab", "", "ab")],
-)
-def test_records_of_one_run_alone_come_after_what_comes_before_them_there(a, b, expected):
-    assert "".join(in_both_orders(list(a), list(b))) == expected
 
 
 def test_every_record_of_both_runs_is_there_in_execution_order(runs, tmp_path):

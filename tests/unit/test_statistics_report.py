@@ -134,10 +134,6 @@ def folders(tmp_path_factory) -> list[str]:
     return [write(run, tmp_path_factory.mktemp("runs") / run.name) for run in runs()]
 
 
-def refuse(name):
-    pytest.fail(f"{name} is no JSON")
-
-
 def test_the_command_says_the_verdict_first(folders, tmp_path, capsys):
     right, other, wrong = folders
     assert cli.main(["stats", "compare", right, other]) == 0
@@ -148,15 +144,14 @@ def test_the_command_says_the_verdict_first(folders, tmp_path, capsys):
     assert lines[0].startswith(f"differs: step 1, rank 0, forward: {BAD} adds the error: ")
     assert f"a: {right} (torch, Model, float32, ZeRO-0, 2 ranks, steps 0 to 2)" in lines
     start = next(i for i, line in enumerate(lines) if line.startswith("step  rank"))
-    table = lines[start + 1 : start + 11]
-    assert table[0].split()[:6] == ["1", "0", "forward", BAD, "output", "numeric"]
-    assert len({line.index(" numeric") for line in table}) == 1
+    assert lines[start + 1].split()[:6] == ["1", "0", "forward", BAD, "output", "numeric"]
+    assert len({line.index(" numeric") for line in lines[start + 1 : start + 11]}) == 1
     assert lines[start + 11].startswith("... and ") and "--html FILE" in lines[start + 11]
     target = tmp_path / "r.html"
     assert cli.main(["stats", "compare", right, wrong, "--html", str(target)]) == 1
     assert capsys.readouterr().out.endswith(f"report: {target}\n") and target.exists()
     assert cli.main(["stats", "compare", right, wrong, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert found["same"] is False and found["verdict"]["difference"]["phase"] == "forward" and "series" not in found
 
 
@@ -178,19 +173,14 @@ def test_a_missing_package_is_one_line(folders, tmp_path):
 # --- in a browser --------------------------------------------------------------------------------------------------
 
 
-def find_browser(may_lack: bool) -> tuple[str, str]:
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    driver = next(filter(None, map(shutil.which, ("chromedriver", "chromium.chromedriver"))), None)
-    if not browser or not driver:
-        lacks = "no headless browser: apt-get install chromium chromium-driver"
-        pytest.skip(lacks) if may_lack else pytest.fail(lacks, pytrace=False)
-    return browser, driver
-
-
 @pytest.fixture(scope="module")
 def browser(pytestconfig):
     """A headless Chromium that logs what it requests and what goes wrong on the page."""
-    binary, driver = find_browser(may_lack=pytestconfig.getoption("--without-torch"))
+    names = (("chromium", "chromium-browser", "google-chrome"), ("chromedriver", "chromium.chromedriver"))
+    binary, driver = (next(filter(None, map(shutil.which, each)), None) for each in names)
+    if not binary or not driver:
+        lacks = "no headless browser: apt-get install chromium chromium-driver"
+        pytest.skip(lacks) if pytestconfig.getoption("--without-torch") else pytest.fail(lacks, pytrace=False)
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
@@ -416,10 +406,3 @@ def test_a_report_of_equal_runs_is_green(browser, files):
     red, green, _ = colour_of_verdict(page)
     assert green > 2 * red and page.js("return document.querySelectorAll('#steps button.bad').length") == 0
     assert page.points("forward") > 30
-
-
-def test_without_a_browser_the_test_fails_and_says_what_to_install(monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    for may_lack, error in ((False, pytest.fail.Exception), (True, pytest.skip.Exception)):
-        with pytest.raises(error, match="apt-get install chromium chromium-driver"):
-            find_browser(may_lack=may_lack)

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from file_limits import files_of_at_most
-from statistics_files import begin, manifest_of, records, write
-from statistics_records import Record, columns_of, records_of
+from statistics_files import Record, begin, columns_of, manifest_of, records, records_of, write
 
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics import files
@@ -69,17 +67,6 @@ def test_columns_are_arrays_of_one_length_and_any_reader_of_arrow_has_them(tmp_p
         batches = list(reader.iter_batches_with_custom_metadata())
     assert [batch.num_rows for batch, _ in batches] == [6, 6]
     assert [int(re.search(rb"step=(\d+)", extra[b"ort_zero"])[1]) for _, extra in batches] == [0, 1]
-
-
-def test_a_wrong_call_is_an_error_and_the_file_stays_good(tmp_path):
-    writer = begin(tmp_path)
-    writer.append(4, *columns_of([]))
-    writer.append(5, *columns_of(records(5)))
-    described, raw = columns_of(records(6))
-    with pytest.raises(ValueError):
-        writer.append(6, described, raw[:-1])
-    writer.close()
-    assert {step: len(rows) for step, rows in content(open_run(tmp_path)).items()} == {4: 0, 5: 6}
 
 
 def test_reading_takes_no_more_memory_than_a_few_steps_and_no_torch(tmp_path):
@@ -233,23 +220,6 @@ def test_a_place_that_cannot_be_written_is_named_at_once(tmp_path):
             function("s3://bucket/run")
 
 
-def test_a_read_only_folder_is_named_at_once():
-    base = Path(tempfile.mkdtemp())
-    folder = base / "run"
-    folder.mkdir()
-    base.chmod(0o755)
-    folder.chmod(0o555)
-    user = os.geteuid()
-    try:
-        if user == 0:  # root may write everywhere
-            os.seteuid(65534)
-        with pytest.raises(StatisticsError, match=f"{folder}.*Permission denied.*choose another output_dir"):
-            begin(folder)
-    finally:
-        os.seteuid(user)
-        shutil.rmtree(base)
-
-
 # --- whose folder it is --------------------------------------------------------------------------------------------
 
 
@@ -324,20 +294,17 @@ def range_of_another_run(folder: Path) -> None:
     (folder / files.file_name(1, 8)).write_bytes(header_of(manifest_of(1, 2, "run-2", 8)))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (with_manifest(format_version=2), "format version 2, this ort_zero reads up to 1: install a newer one"),
-        (with_manifest(run_id="run-2"), r"ranks of different runs \(rank 0 of run run-1, rank 1 of run run-2\)"),
-        (range_of_another_run, r"ranks of different runs \(rank 1 of run run-1, rank 1 of run run-2\)"),
-        (overlapping_ranges, "rank_00001_from_0000000.arrow and .*_from_0000002.arrow both have step 2: keep one"),
-        (lost_rank, r"lacks 1 of 2 ranks \(0\): put the files of all ranks into one"),
-        (as_bytes(b""), r"lacks 1 of 2 ranks \(1\)"),
-        (rank_too_many, "ranks of runs with different numbers of ranks"),
-        (as_bytes(b"PK\3\4" * 100), "does not begin as a file of ort_zero's statistics"),
-        (as_bytes(SCHEMA.serialize().to_pybytes()), "does not begin as a file of ort_zero's statistics"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (with_manifest(format_version=2), "format version 2, this ort_zero reads up to 1: install a newer one"),
+    (with_manifest(run_id="run-2"), r"ranks of different runs \(rank 0 of run run-1, rank 1 of run run-2\)"),
+    (range_of_another_run, r"ranks of different runs \(rank 1 of run run-1, rank 1 of run run-2\)"),
+    (overlapping_ranges, "rank_00001_from_0000000.arrow and .*_from_0000002.arrow both have step 2: keep one"),
+    (lost_rank, r"lacks 1 of 2 ranks \(0\): put the files of all ranks into one"),
+    (as_bytes(b""), r"lacks 1 of 2 ranks \(1\)"),
+    (rank_too_many, "ranks of runs with different numbers of ranks"),
+    (as_bytes(b"PK\3\4" * 100), "does not begin as a file of ort_zero's statistics"),
+    (as_bytes(SCHEMA.serialize().to_pybytes()), "does not begin as a file of ort_zero's statistics"),
+])  # fmt: skip
 def test_a_run_that_cannot_be_read_says_why(tmp_path, change, message):
     for rank in range(2):
         write(tmp_path, rank, 2)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import inspect
 
-import pytest
 import torch
 from torch import nn
 
-from ort_zero.errors import StatisticsError
-from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber, SubscriberBase, inspect_activation
-from ort_zero.statistics.files import open_run
+from ort_zero.hooks import GlobalSubscriberManager, SubscriberBase, inspect_activation
 
 
 class Scaled(nn.Module):
@@ -138,25 +135,3 @@ def test_actions_run_in_their_steps_and_close_comes_after_the_last():
     for _ in range(5):
         step(model)
     assert [number for _, number, _ in calls] == [1, 2] and closed[0] == 2
-
-
-@pytest.mark.parametrize("name", ACTIONS)
-def test_only_actions_on_gradients_need_gradients(name):
-    subscriber, _ = recorder([name])
-    assert subscriber.acts_on_gradients() == (name in ("gradient_tensor_apply", "gradient_slot_apply"))
-    assert not SubscriberBase().acts_on_gradients()
-
-
-@pytest.mark.parametrize(("start_step", "end_step"), [(3, 3), (4, 3), (0, 0), (-1, 2)])
-def test_a_range_without_steps_is_refused(tmp_path, start_step, end_step):
-    with pytest.raises(StatisticsError, match=f"start_step {start_step}, end_step {end_step}: need 0 <= start_step < "):
-        StatisticsSubscriber(str(tmp_path / "run"), start_step=start_step, end_step=end_step)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_range_of_one_step_is_collected(tmp_path):
-    model = Net()
-    GlobalSubscriberManager.subscribe(model, [StatisticsSubscriber(str(tmp_path), start_step=1, end_step=2)])
-    for _ in range(4):
-        step(model)
-    assert open_run(tmp_path).info.steps == (1,)
