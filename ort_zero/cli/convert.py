@@ -23,8 +23,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     text = "format of the new checkpoint (default: ort_zero)"
     formats = ("ort_zero", "deepspeed", "universal", "dcp")
     parser.add_argument("--to", choices=formats, default=formats[0], help=text)
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks of the new checkpoint (default: as SRC)")
-    parser.add_argument("--stage", type=int, metavar="S", help="ZeRO stage of the new checkpoint (default: as SRC)")
+    text = "ranks of the new checkpoint (default: as SRC; dcp has the files of one, for any number)"
+    parser.add_argument("--world-size", type=int, metavar="N", help=text)
+    text = "ZeRO stage of the new checkpoint (default: as SRC; dcp has none)"
+    parser.add_argument("--stage", type=int, metavar="S", help=text)
     parser.add_argument("--dtype", choices=CHOICES, default="keep", help="dtype of the weights (default: keep)")
     text = "DeepSpeed's option, where the run that loads ZeRO-3 sets it (default: DeepSpeed's)"
     parser.add_argument("--sub-group-size", type=int, metavar="N", help=text)

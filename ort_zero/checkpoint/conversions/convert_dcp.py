@@ -17,7 +17,7 @@ from ort_zero.checkpoint.conversions.conversion import Conversion
 from ort_zero.checkpoint.files.dtypes import is_floating, torch_dtype
 from ort_zero.checkpoint.files.storage import LocalFolder
 from ort_zero.checkpoint.reads.checked_reads import ReadRequest
-from ort_zero.checkpoint.records import MASTER, WEIGHT, Tensor
+from ort_zero.checkpoint.records import MASTER, WEIGHT, Optimizer, Tensor
 from ort_zero.errors import CheckpointError
 
 _ADAM = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "unknown", "")
@@ -51,8 +51,9 @@ def write(work: Conversion) -> None:
     weights = work.source.weights()
     names = {**{name: name for name in weights}, **work.source.aliases}
     state: dict[str, Any] = {"model": {name: _holder(work, weights[kept]) for name, kept in names.items()}}
-    if work.source.optimizer is not None:
-        state["optim"] = {"state": _states(work), "param_groups": _groups(work)}
+    optimizer = work.source.optimizer
+    if optimizer is not None:
+        state["optim"] = {"state": _states(work, optimizer), "param_groups": _groups(work, optimizer)}
     writer = FileSystemWriter(work.target.url, single_file_per_rank=True, thread_count=1)
     try:
         with warnings.catch_warnings():
@@ -72,10 +73,9 @@ def _holder(work: Conversion, tensor: Tensor) -> torch.Tensor:
     return result
 
 
-def _states(work: Conversion) -> dict[str, dict[str, torch.Tensor]]:
-    assert work.source.optimizer is not None
+def _states(work: Conversion, optimizer: Optimizer) -> dict[str, dict[str, torch.Tensor]]:
     states: dict[str, dict[str, torch.Tensor]] = {}
-    for key, numbers in work.source.optimizer.scalars.items():
+    for key, numbers in optimizer.scalars.items():
         for name, number in numbers.items():
             states.setdefault(name, {})[key] = torch.tensor(float(number))
     for kind, tensors in work.states.items():
@@ -84,10 +84,9 @@ def _states(work: Conversion) -> dict[str, dict[str, torch.Tensor]]:
     return states
 
 
-def _groups(work: Conversion) -> list[dict[str, Any]]:
+def _groups(work: Conversion, optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the parameter groups, with the options that torch's optimizer has and DeepSpeed's lacks."""
-    assert work.source.optimizer is not None
-    name = (work.source.optimizer.class_name or "").lower()
+    name = (optimizer.class_name or "").lower()
     members = enumerate(work.groups(with_frozen=True))
     groups = [{**work.options(number), "params": names} for number, names in members if names]
     if name not in _ADAM or not {"exp_avg", "exp_avg_sq"} <= work.states.keys():
