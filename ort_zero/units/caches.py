@@ -47,5 +47,5 @@ def without_cache(function: Callable[..., Any]) -> Callable[..., Any]:
 class _WithoutCache(UnitRunner):
     """Calls a module without its cache in training."""
 
-    def compile(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    def form(self, unit: nn.Module, function: Callable[..., Any], runner: Any = None) -> Callable[..., Any]:
         return without_cache(function)

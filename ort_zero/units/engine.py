@@ -98,8 +98,7 @@ class Engine(abc.ABC, Generic[Graph]):
         self._said: set[tuple[str, str]] = set()
         """The classes, and the reasons, of which a line has said that another runner runs their units."""
         self.on_step: Callable[[], bool] | None = None
-        """The function to call after each step, at the next forward or after the engine's step, until it returns True.
-        """
+        """Called after each step, at the next forward or after the engine's step, until it returns True."""
         self.steps = 0
         """Number of forwards that a backward has followed, while graphs run."""
         self._counted_backwards = 0

@@ -185,8 +185,7 @@ class RunningUnit:
     def __init__(self, unit: Unit):
         self.path, self.exclude = unit.path, unit.excluded
         self.reference: Any = weakref.ref(unit.module)
-        # libraries change classes later: fully_shard, parametrizations
-        self.unit_class = type(unit.module).__name__
+        self.unit_class = type(unit.module).__name__  # libraries change it later: fully_shard, parametrizations
         self.trial: UnitTrial | None = None
         """The trial that decides what runs the unit; None before the unit is timed."""
 
@@ -201,10 +200,7 @@ class EngineRunner(UnitRunner):
         self._model, self._unit = model, unit
         self.graph_node = model.engine.graph_node
 
-    def compile(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-        return self.form(unit, function, None)
-
-    def form(self, unit: nn.Module, function: Callable[..., Any], runner: Runner | None) -> Callable[..., Any]:
+    def form(self, unit: nn.Module, function: Callable[..., Any], runner: Runner | None = None) -> Callable[..., Any]:
         engine, compiled = self._model.engine, self._model.compiled
         if has_cache(unit):
             function = without_cache(function)

@@ -33,13 +33,12 @@ class UnitRunner:
     graph_node: str | None = None
     """What the names of the graphs' autograd nodes begin with; None: no backward is watched for ``create_graph``."""
 
-    def compile(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the compiled form of a function of the unit and its arguments; called again for another function."""
-        raise NotImplementedError
+    def form(self, unit: nn.Module, function: Callable[..., Any], runner: Runner | None = None) -> Callable[..., Any]:
+        """Return the compiled form of a function of the unit and its arguments; called again for another function.
 
-    def form(self, unit: nn.Module, function: Callable[..., Any], runner: Runner) -> Callable[..., Any]:
-        """Return the compiled form by a runner that a trial of the unit chooses; called for each call of the trial."""
-        return self.compile(unit, function)
+        `runner` is one that a trial of the unit chooses, whose calls all ask; None: what runs units at first.
+        """
+        raise NotImplementedError
 
     def failed(self, error: Exception) -> None:
         """Raise the error of a compilation that failed; a subclass may return, and PyTorch runs the unit."""
@@ -87,7 +86,7 @@ class UnitForward:
     ):
         self.unit = unit
         self.runner = runner
-        self.compiled: Callable[..., Any] | None = compiled or runner.compile(unit, original)
+        self.compiled: Callable[..., Any] | None = compiled or runner.form(unit, original)
         self.original = original
         self.calls = 0
         self.is_suspended = False
@@ -119,7 +118,7 @@ class UnitForward:
             return self._run_plainly(self.unit, args, kwargs)
         if not isinstance(self.original, _OwnForward) and type(self.unit).forward is not self.original:
             self.original = type(self.unit).forward
-            self.compiled = self.runner.compile(self.unit, self.original)
+            self.compiled = self.runner.form(self.unit, self.original)
         self.calls += 1
         # not in a backward: activation checkpointing must compute again what the forward has computed
         trial = None

@@ -87,7 +87,7 @@ class Doubling(UnitRunner):
     def __init__(self, is_slower: Callable[[], bool] = lambda: False):
         self.is_slower = is_slower
 
-    def compile(self, unit, function):
+    def form(self, unit, function, runner=None):
         return lambda unit, *args, **kwargs: 2 * function(unit, *args, **kwargs)
 
     def goes_to_torch(self, unit):
