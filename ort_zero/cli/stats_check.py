@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ort_zero.cli import print_result
 from ort_zero.utils import tables
@@ -37,13 +37,9 @@ def _check(args: argparse.Namespace) -> int:
     checked = check(args.run_folder, progress=not args.json)
     if args.html:
         write_check(checked, args.html)
-    print_result(args, as_json(checked, args.html), text_of(checked, args.html))
+    fields = {"healthy": not checked.findings, "verdict": checked.verdict, **dataclasses.asdict(checked)}
+    print_result(args, {**fields, "html": args.html}, text_of(checked, args.html))
     return 1 if checked.findings else 0
-
-
-def as_json(checked: CheckedRun, html: str | None = None) -> dict[str, Any]:
-    """Return verdict, findings and hints of a run as the object that ``--json`` prints."""
-    return {"healthy": not checked.findings, "verdict": checked.verdict, **dataclasses.asdict(checked), "html": html}
 
 
 def text_of(checked: CheckedRun, html: str | None = None) -> str:

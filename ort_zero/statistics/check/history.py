@@ -65,10 +65,9 @@ class StepRecord:
     """Fingerprint of all tensors that leave the root."""
     ignored: tuple[str, ...]
     """Inputs of the root in which every value is :data:`IGNORED`."""
-    zero: frozenset[str]
-    """Outputs that are zero in every element while an input of the same call is not."""
-    constant: frozenset[str]
-    """Outputs whose elements are all one value, other than zero."""
+    uniform: dict[str, str]
+    """Outputs whose elements are all one value: ``"zero outputs"``, where an input of the same call is not zero, or
+    ``"constant outputs"``, by name."""
     gradients: dict[str, float]
     """Norm of the gradient of each parameter on this rank, before reduction; inf if it is not finite."""
     ratios: dict[str, float]
@@ -132,7 +131,6 @@ def record_of(table: Table, rank: int, previous: Table | None) -> StepRecord:
     measured = layout_of(table).measured.tolist()
     entering = table.batch_rows()
     leaving = [measured[row] for row in root if table.kind[row] == "output"]
-    zero, constant = _uniform(table, np.flatnonzero(outputs & (table.phase == Phase.FORWARD)), measured)
     finite = np.concatenate([np.abs(table.max[outputs]), np.abs(table.min[outputs]), [0.0]])
     return StepRecord(
         step=table.step,
@@ -150,8 +148,7 @@ def record_of(table: Table, rank: int, previous: Table | None) -> StepRecord:
         inputs={table.slot[row]: _fingerprint(table, row) for row in entering if table.elements[row] > 1},
         outputs=hash(tuple(_fingerprint(table, at) for at in leaving)),
         ignored=tuple(table.slot[row] for row in entering if table.min[row] == table.max[row] == IGNORED),
-        zero=zero,
-        constant=constant,
+        uniform=_uniform(table, np.flatnonzero(outputs & (table.phase == Phase.FORWARD)), measured),
         gradients={
             table.full_name(row): np.inf if table.nan[row] or table.inf[row] else float(table.l2[row])
             for row in gradients
@@ -172,27 +169,21 @@ def _loss(table: Table, leaving: list[int]) -> float | None:
     return float(table.first[first, 0])
 
 
-def _uniform(table: Table, rows: np.ndarray, measured: list[int]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of the outputs that are zero though an input is not, and of those with one other value.
+def _uniform(table: Table, rows: np.ndarray, measured: list[int]) -> dict[str, str]:
+    """Return the outputs that are zero though an input is not, and those with one other value.
 
     Outputs without a gradient are left out: a position bias of zeros is no computed value.
     """
     rows = rows[np.isin(table.order[rows], table.order[table.phase == Phase.BACKWARD])]
-    sizes = table.elements[rows]
-    candidates = rows[(sizes >= MIN_ELEMENTS) & (table.min[rows] == table.max[rows])]
-    zero, constant = set(), set()
-    for row in candidates.tolist():
-        inputs = [
-            measured[at]
-            for at in np.flatnonzero((table.phase == Phase.FORWARD) & (table.call == table.call[row])).tolist()
-            if table.kind[at] == "input"
-        ]
-        name = f"{module_name(table.module[row], int(table.occurrence[row]))} {tensor_name('output', table.slot[row])}"
-        if table.max[row] != 0:
-            constant.add(name)
-        elif any(table.l2[at] > 0 for at in inputs):
-            zero.add(name)
-    return frozenset(zero), frozenset(constant)
+    found = {}
+    for row in rows[(table.elements[rows] >= MIN_ELEMENTS) & (table.min[rows] == table.max[rows])].tolist():
+        of_call = np.flatnonzero((table.phase == Phase.FORWARD) & (table.call == table.call[row])).tolist()
+        takes_values = any(table.kind[at] == "input" and table.l2[measured[at]] > 0 for at in of_call)
+        if table.max[row] != 0 or takes_values:
+            name = module_name(table.module[row], int(table.occurrence[row]))
+            kind = "constant outputs" if table.max[row] != 0 else "zero outputs"
+            found[f"{name} {tensor_name('output', table.slot[row])}"] = kind
+    return found
 
 
 def _ratios(previous: Table, table: Table, parameters: list[int]) -> dict[str, float]:

@@ -83,15 +83,11 @@ def dead_outputs(records: Records, steps: int = 5) -> Iterator[Finding]:
     Threshold: 5 steps, since a branch that begins at zero on purpose leaves it with the first update. One value other
     than zero may be meant, such as a probability of 1.
     """
-    for rule, names_of in (
-        ("zero outputs", lambda each: each.zero),
-        ("constant outputs", lambda each: each.constant),
-    ):
-        streak: Counter[str] = Counter()
-        trained = _training(records)  # micro-batches without an update cannot revive a branch that begins at zero
-        for record in [record for record in trained if record.updates] or trained:
-            streak = Counter({name: streak[name] + 1 for name in names_of(record)})
-            yield from (found(rule, record, name) for name in sorted(streak) if streak[name] == steps)
+    streak: Counter[tuple[str, str]] = Counter()
+    trained = _training(records)  # micro-batches without an update cannot revive a branch that begins at zero
+    for record in [record for record in trained if record.updates] or trained:
+        streak = Counter({output: streak[output] + 1 for output in record.uniform.items()})
+        yield from (found(rule, record, name) for name, rule in sorted(streak) if streak[name, rule] == steps)
 
 
 def skipped_steps(records: Records, steps: int = 40) -> Iterator[Finding]:
