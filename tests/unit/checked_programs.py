@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import functools
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +83,14 @@ def collect(model: nn.Module, folder: Path):
     return GlobalSubscriberManager.subscribe(model, [StatisticsSubscriber(str(folder))])
 
 
+@contextlib.contextmanager
+def collecting(model: nn.Module, folder: Path) -> Iterator[None]:
+    """Collect statistics of a model within the block."""
+    session = collect(model, folder)
+    yield
+    session.remove()
+
+
 def batches(steps: int = STEPS) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
@@ -93,20 +103,28 @@ def sentences(steps: int = STEPS) -> Iterator[dict[str, torch.Tensor]]:
         yield {"input_ids": words, "labels": words.clone()}
 
 
-def train(folder: Path, model: nn.Module, optimizer=None, after=None, before=None, steps: int = STEPS, loss_of=None):
-    """Train a :class:`Net`; `before` is called before each step, `after` after each backward and after each update."""
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
-    session = collect(model, folder)
-    for step, x, y in batches(steps):
-        if before is not None:
-            x, y = before(step, x, y) or (x, y)
-        loss = F.cross_entropy(model(x), y) if loss_of is None else loss_of(model(x), y)
-        loss.backward()
-        if after is not None:
-            after(step)
-        optimizer.step()
-        optimizer.zero_grad()
-    session.remove()
+def train(
+    folder: Path, model: nn.Module, optimizer=None, after=None, before=None, steps: int = STEPS, loss_of=None,
+    every: int = 1,
+):  # fmt: skip
+    """Train a :class:`Net`.
+
+    `optimizer` may be a partial call that makes one. `before` is called before each step, `after` after each backward
+    and after each update. The optimizer steps after `every` backwards.
+    """
+    if optimizer is None or isinstance(optimizer, functools.partial):
+        optimizer = (optimizer or functools.partial(torch.optim.AdamW, lr=1e-3))(model.parameters())
+    with collecting(model, folder):
+        for step, x, y in batches(steps):
+            if before is not None:
+                x, y = before(step, x, y) or (x, y)
+            loss = F.cross_entropy(model(x), y) if loss_of is None else loss_of(model(x), y)
+            loss.backward()
+            if after is not None:
+                after(step)
+            if step % every == every - 1:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 def evaluated(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -120,32 +138,26 @@ def evaluated(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def train_language(folder: Path, model: nn.Module, optimizer=None, before=None, steps: int = STEPS):
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
-    session = collect(model, folder)
-    for step, batch in enumerate(sentences(steps)):
-        if before is not None:
-            before(step, batch)
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    session.remove()
+    with collecting(model, folder):
+        for step, batch in enumerate(sentences(steps)):
+            if before is not None:
+                before(step, batch)
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def small(make: Callable[..., nn.Module], **options) -> nn.Module:
+    """Return a language model of two layers, with the same values each time."""
+    torch.manual_seed(0)
+    return make(words=WORDS, hidden=32, layers=2, **options)
 
 
 def gpt2(**options):
-    torch.manual_seed(0)
-    return tiny_models.gpt2(words=WORDS, hidden=32, layers=2, heads=2, positions=16, **options)
+    return small(tiny_models.gpt2, heads=2, positions=16, **options)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
-
-
-@fault("not finite", "arises in this module", 3, "middle")
-def logarithm_of_a_negative_number(folder):
-    train(folder, Net(lambda x, call: x.log() if call == 3 else x))
-
-
-@fault("not finite", "arises in this module", 2, "middle")
-def division_by_zero(folder):
-    train(folder, Net(lambda x, call: x / (x - x) if call == 2 else x))
 
 
 @fault("not finite", "range of float16", 4, "middle")
@@ -157,17 +169,6 @@ def overflow_of_float16(folder):
         return x.half(), y
 
     train(folder, model, optimizer, before=in_half, loss_of=lambda logits, y: logits.float().clamp(-1, 1).sum())
-
-
-@fault("not finite", "batch has it", 2)
-def nan_in_the_data(folder):
-    train(folder, Net(), before=lambda step, x, y: (x / 0 * 0 if step == 2 else x, y))
-
-
-@fault("not finite", "gradient of this tensor", 3)
-def root_at_zero(folder):
-    model = Net(lambda x, call: x + (x * 0).sqrt() if call == 3 else x)
-    train(folder, model)
 
 
 @fault("not finite", "not in the optimizer", 2)
@@ -241,12 +242,6 @@ def vocabulary_resized_after_the_optimizer(folder):
     train_language(folder, model, optimizer)
 
 
-@fault("no update", "no tensor in it has a gradient", 0)
-def optimizer_of_a_copy(folder):
-    model = Net()
-    train(folder, model, torch.optim.AdamW(copy.deepcopy(model).parameters(), lr=1e-3))
-
-
 @fault("no update", "does not change", 2, "middle.linear.weight")
 def weight_that_is_loaded_again_and_again(folder):
     model = Net()
@@ -266,11 +261,6 @@ def frozen_with_its_last_gradient(folder):
     train(folder, model, optimizer, after=lambda step: model.first.requires_grad_(False) if step == 3 else None)
 
 
-@fault("no update", "every gradient is zero", 0)
-def loss_that_does_not_depend_on_the_model(folder):
-    train(folder, Net(), loss_of=lambda logits, y: (logits * 0).sum())
-
-
 @fault("no update", "no optimizer holds it", 0, "and 1 more", certain=False)
 def layer_forgotten_by_the_optimizer(folder):
     model = Net()
@@ -284,36 +274,12 @@ def updates_lost_in_bfloat16(folder):
     train(folder, model, optimizer, before=lambda step, x, y: (x.bfloat16(), y))
 
 
-@fault("out of proportion", "larger than the weights", 1)
-def learning_rate_too_large(folder):
-    model = Net()
-    train(folder, model, torch.optim.Adam(model.parameters(), lr=10.0))
-
-
-@fault("out of proportion", "0 from the beginning", 4)
-def learning_rate_of_zero(folder):
-    model = Net()
-    train(folder, model, torch.optim.Adam(model.parameters(), lr=0.0))
-
-
-@fault("dead or saturated", "zero in every element", 4, "act output")
-def dead_units(folder):
+def around(activation: nn.Module, bias: float) -> nn.Module:
+    """Return a model whose activation ``act`` has inputs near `bias`."""
     torch.manual_seed(0)
-    model = nn.Sequential()
-    for name, part in (("first", nn.Linear(16, 32)), ("act", nn.ReLU()), ("last", nn.Linear(32, 4))):
-        model.add_module(name, part)
-    nn.init.constant_(model.first.bias, -100.0)
-    train(folder, model)
-
-
-@fault("dead or saturated", "it may be saturated", 4, "act output", certain=False)
-def saturated_units(folder):
-    torch.manual_seed(0)
-    model = nn.Sequential()
-    for name, part in (("first", nn.Linear(16, 32)), ("act", nn.Tanh()), ("last", nn.Linear(32, 4))):
-        model.add_module(name, part)
-    nn.init.constant_(model.first.bias, 100.0)
-    train(folder, model)
+    first, last = nn.Linear(16, 32), nn.Linear(32, 4)
+    nn.init.constant_(first.bias, bias)
+    return nn.Sequential(OrderedDict(first=first, act=activation, last=last))
 
 
 # --- modes, data, ties ------------------------------------------------------------------------------------------------
@@ -325,26 +291,11 @@ def train_is_not_called_after_an_evaluation(folder):
     train(folder, model, before=lambda step, x, y: model.eval() and None if step == 4 else None)
 
 
-@fault("mode", "no forward in training mode has computed", 0, "norm")
-def batch_norm_before_any_training(folder):
-    model = Net(norm=True).eval()
-    session = collect(model, folder)
-    with torch.no_grad():
-        for _, x, _ in batches(3):
-            model(x)
-    session.remove()
-
-
 @fault("mode", "no forward in training mode has computed", 0, "first")
 def spectral_norm_before_any_training(folder):  # PyTorch 51800
     model = Net()
     model.first = nn.utils.spectral_norm(model.first)
-    model.eval()
-    session = collect(model, folder)
-    with torch.no_grad():
-        for _, x, _ in batches(3):
-            model(x)
-    session.remove()
+    evaluate_only(folder, model)
 
 
 def evaluate_only(folder: Path, model: nn.Module, same_batch: bool = False):
@@ -377,11 +328,9 @@ def mean_over_masks_of_dropout(folder):
 @fault("mode", "which may be meant", 0, certain=False)
 def evaluation_in_training_mode(folder):
     model = Net(dropout=0.5)
-    session = collect(model, folder)
-    with torch.no_grad():
+    with collecting(model, folder), torch.no_grad():
         for _, x, _ in batches(3):
             model(x)
-    session.remove()
 
 
 class Drawn(torch.utils.data.Dataset):
@@ -424,13 +373,6 @@ def workers_that_read_the_same_shard(folder):
 def each_batch_twice(folder):
     every = list(batches())
     train(folder, Net(), before=lambda step, x, y: every[step // 2][1:])
-
-
-@fault("data", "every label of the batch is -100", 2)
-def labels_that_are_all_ignored(folder):
-    train_language(
-        folder, gpt2(), before=lambda step, batch: step == 2 and batch.update(labels=batch["labels"] * 0 - 100)
-    )
 
 
 @fault("untied", "were one tensor", 4, "wte.weight")
@@ -490,11 +432,6 @@ def replicas(folder: Path, disturb=None, wrapped: bool = True, same_data: bool =
         session.remove()
 
 
-@fault("replicas apart", "gradient in the optimizer differs", 4, "last.weight")
-def gradient_lost_on_the_way(folder):  # PyTorch 84803, 96600, Baichuan2 86
-    replicas(folder, lambda step, models: models[1].last.weight.grad.zero_() if step == 3 else None)
-
-
 @fault("replicas apart", "gradient in the optimizer differs", 3, "and 5 more")
 def step_without_the_wrapper(folder):  # PyTorch 104336, jxmnop
     def alone(step, models):
@@ -529,31 +466,6 @@ def norms_out_of_step(folder):  # DeepSpeed 1801
     replicas(folder, clip, wrapped=False, same_data=True, sharded=True)
 
 
-@fault("replicas apart", "may have drifted apart", 3, "first.weight", certain=False)
-def weights_of_unknown_replicas(folder):
-    replicas(folder, lambda step, models: models[1].first.weight.grad.mul_(2) if step == 1 else None, wrapped=False)
-
-
-@fault("data", "train on the same batches", 3)
-def sampler_that_ignores_ranks(folder):
-    replicas(folder, same_data=True)
-
-
-@healthy
-def two_replicas(folder):
-    replicas(folder)
-
-
-@healthy
-def tensor_parallel(folder):
-    replicas(folder, wrapped=False, same_data=True, sharded=True)
-
-
-@healthy
-def tensor_parallel_in_a_wrapper(folder):
-    replicas(folder, same_data=True, sharded=True)
-
-
 @healthy
 def two_models_without_a_wrapper(folder):
     def local(step, models):
@@ -565,22 +477,6 @@ def two_models_without_a_wrapper(folder):
 
 
 # --- healthy runs -----------------------------------------------------------------------------------------------------
-
-
-@healthy
-def plain(folder):
-    train(folder, Net(), steps=14)
-
-
-@healthy
-def language_model(folder):
-    train_language(folder, gpt2(), steps=12)
-
-
-@healthy
-def masked_language_model(folder):
-    torch.manual_seed(0)
-    train_language(folder, tiny_models.bert(words=WORDS, hidden=32, layers=2, heads=2, positions=16))
 
 
 @healthy
@@ -607,27 +503,25 @@ def warm_up_from_zero_and_decay_to_zero(folder):
 def accumulation_and_clipping(folder):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    session = collect(model, folder)
-    for step, x, y in batches(12):
-        F.cross_entropy(model(x), y).backward()
+    optimizer.zero_grad = functools.partial(optimizer.zero_grad, set_to_none=False)
+
+    def clip(step):
         if step % 3 == 2:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-    session.remove()
+
+    train(folder, model, optimizer, after=clip, steps=12, every=3)
 
 
 @healthy
 def zero_grad_before_backward(folder):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    session = collect(model, folder)
-    for _, x, y in batches():
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad(set_to_none=False)
-        loss.backward()
-        optimizer.step()
-    session.remove()
+    with collecting(model, folder):
+        for _, x, y in batches():
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad(set_to_none=False)
+            loss.backward()
+            optimizer.step()
 
 
 @healthy
@@ -655,11 +549,6 @@ def with_adapter() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @healthy
-def low_rank_adapters(folder):
-    train(folder, *with_adapter())
-
-
-@healthy
 def adversarial(folder):
     torch.manual_seed(0)
     maker, judge = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16)), Net()
@@ -682,49 +571,42 @@ def adversarial(folder):
 def loss_scaler_that_skips_steps(folder):
     model = Net()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    session = collect(model, folder)
-    for _, x, y in batches(12):
-        scaler.scale(8 * F.cross_entropy(model(x), y)).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    session.remove()
+    with collecting(model, folder):
+        for _, x, y in batches(12):
+            scaler.scale(8 * F.cross_entropy(model(x), y)).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
 
 
 @healthy
 def bfloat16_under_autocast(folder):
     model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    session = collect(model, folder)
-    for _, x, y in batches():
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    session.remove()
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    train(folder, model, loss_of=lambda logits, y: F.cross_entropy(logits.float(), y))
 
 
 @healthy
 def sharpness_aware(folder):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    session = collect(model, folder)
-    for _, x, y in batches():
-        F.cross_entropy(model(x), y).backward()
+
+    def move(sign, moves):
         with torch.no_grad():
+            for parameter, change in zip(model.parameters(), moves):
+                parameter.add_(change, alpha=sign)
+
+    with collecting(model, folder):
+        for _, x, y in batches():
+            F.cross_entropy(model(x), y).backward()
             moves = [0.01 * p.grad / (p.grad.norm() + 1e-12) for p in model.parameters()]
-            for parameter, move in zip(model.parameters(), moves):
-                parameter.add_(move)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        with torch.no_grad():
-            for parameter, move in zip(model.parameters(), moves):
-                parameter.sub_(move)
-        optimizer.step()
-        optimizer.zero_grad()
-    session.remove()
+            move(1, moves)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            move(-1, moves)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @healthy
@@ -743,27 +625,16 @@ def two_optimizers_and_groups(folder):
 def closure(folder):
     model = Net()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    session = collect(model, folder)
 
-    for _, x, y in batches(4):
+    def closure(x, y):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
 
-        def closure(x=x, y=y):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    session.remove()
-
-
-@healthy
-def mask_of_minus_infinity(folder):
-    def masked(x, call):
-        scores = (x @ x.T).masked_fill(torch.eye(8, dtype=torch.bool), -torch.inf)
-        return scores.softmax(-1) @ x
-
-    train(folder, Net(masked))
+    with collecting(model, folder):
+        for _, x, y in batches(4):
+            optimizer.step(functools.partial(closure, x, y))
 
 
 @healthy
@@ -776,57 +647,15 @@ def branch_that_begins_at_zero(folder):
 
 
 @healthy
-def recurrent(folder):
-    torch.manual_seed(0)
-
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell, self.head = nn.LSTM(4, 16, batch_first=True), nn.Linear(16, 4)
-
-        def forward(self, x):
-            return self.head(self.cell(x.view(8, 4, 4))[0][:, -1])
-
-    train(folder, Recurrent())
-
-
-@healthy
-def experts_that_rest(folder):
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.experts, self.calls = nn.ModuleList(nn.Linear(16, 4) for _ in range(3)), -1
-
-        def forward(self, x):
-            self.calls += 1
-            return self.experts[self.calls % 3](x)
-
-    train(folder, Experts(), steps=12)
-
-
-@healthy
 def regularized_by_second_derivatives(folder):
-    model = Net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    session = collect(model, folder)
-    for _, x, y in batches():
-        x.requires_grad_()
-        loss = F.cross_entropy(model(x), y)
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + slope.square().sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    session.remove()
+    model, inputs = Net(), []
 
+    def with_slope(result, y):
+        loss = F.cross_entropy(result, y)
+        (slope,) = torch.autograd.grad(loss, inputs[-1], create_graph=True)
+        return loss + slope.square().sum()
 
-@healthy
-def pictures(folder):
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 4)
-    )
-    train(folder, model, before=lambda step, x, y: (torch.randn(8, 3, 8, 8), y))
+    train(folder, model, before=lambda step, x, y: inputs.append(x.requires_grad_()), loss_of=with_slope)
 
 
 @healthy
@@ -845,37 +674,9 @@ def vision_transformer(folder):
     from transformers import ViTConfig, ViTForImageClassification
 
     torch.manual_seed(0)
-    model = ViTForImageClassification(
-        ViTConfig(
-            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16,
-            patch_size=4, num_labels=4,
-        )
-    )  # fmt: skip
+    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16)
+    model = ViTForImageClassification(ViTConfig(**sizes, patch_size=4, num_labels=4))
     train(folder, model, before=lambda step, x, y: (torch.randn(8, 3, 16, 16), y), loss_of=loss_of_logits)
-
-
-@healthy
-def encoder_and_decoder(folder):
-    torch.manual_seed(0)
-    train_language(folder, tiny_models.t5(words=WORDS, hidden=32))
-
-
-@healthy
-def adapters_under_accumulation(folder):
-    model, optimizer = with_adapter()
-    session = collect(model, folder)
-    for step, x, y in batches(24):
-        F.cross_entropy(model(x), y).backward()
-        if step % 8 == 7:
-            optimizer.step()
-            optimizer.zero_grad()
-    session.remove()
-
-
-@healthy
-def bias_before_batch_norm(folder):
-    model = Net(norm=True)
-    train(folder, model, torch.optim.SGD(model.parameters(), lr=0.01))
 
 
 @healthy
@@ -937,3 +738,95 @@ def target_made_between_forward_and_backward(folder):
 
 def loss_of_logits(result, y):
     return F.cross_entropy(result.logits, y)
+
+
+def seeded(*parts: nn.Module) -> nn.Module:
+    """Return parts one after the other, with the same values each time."""
+    torch.manual_seed(0)
+    for part in parts:
+        for each in part.modules():
+            getattr(each, "reset_parameters", lambda: None)()
+    return nn.Sequential(*parts)
+
+
+class LastOutput(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x.view(8, 4, 4))[0][:, -1]
+
+
+class Experts(nn.ModuleList):
+    """Three layers, of which each call uses another one."""
+
+    calls = -1
+
+    def forward(self, x):
+        self.calls += 1
+        return self[self.calls % 3](x)
+
+
+def masked_attention(x, call):
+    scores = (x @ x.T).masked_fill(torch.eye(8, dtype=torch.bool), -torch.inf)
+    return scores.softmax(-1) @ x
+
+
+def ignored_labels(step, batch):
+    if step == 2:
+        batch["labels"].fill_(-100)
+
+
+SIMPLE_FAULTS: dict[str, tuple[str, str, int, str, bool, Callable[[Path], None]]] = {
+    "logarithm_of_a_negative_number": ("not finite", "arises in this module", 3, "middle", True,
+        lambda folder: train(folder, Net(lambda x, call: x.log() if call == 3 else x))),
+    "division_by_zero": ("not finite", "arises in this module", 2, "middle", True,
+        lambda folder: train(folder, Net(lambda x, call: x / (x - x) if call == 2 else x))),
+    "nan_in_the_data": ("not finite", "batch has it", 2, "", True,
+        lambda folder: train(folder, Net(), before=lambda step, x, y: (x / 0 * 0 if step == 2 else x, y))),
+    "root_at_zero": ("not finite", "gradient of this tensor", 3, "", True,
+        lambda folder: train(folder, Net(lambda x, call: x + (x * 0).sqrt() if call == 3 else x))),
+    "loss_that_does_not_depend_on_the_model": ("no update", "every gradient is zero", 0, "", True,
+        lambda folder: train(folder, Net(), loss_of=lambda logits, y: (logits * 0).sum())),
+    "optimizer_of_a_copy": ("no update", "no tensor in it has a gradient", 0, "", True,
+        lambda folder: train(folder, Net(), torch.optim.Adam(Net().parameters()))),
+    "learning_rate_too_large": ("out of proportion", "larger than the weights", 1, "", True,
+        lambda folder: train(folder, Net(), functools.partial(torch.optim.Adam, lr=10.0))),
+    "learning_rate_of_zero": ("out of proportion", "0 from the beginning", 4, "", True,
+        lambda folder: train(folder, Net(), functools.partial(torch.optim.Adam, lr=0.0))),
+    "dead_units": ("dead or saturated", "zero in every element", 4, "act output", True,
+        lambda folder: train(folder, around(nn.ReLU(), -100.0))),
+    "saturated_units": ("dead or saturated", "it may be saturated", 4, "act output", False,
+        lambda folder: train(folder, around(nn.Tanh(), 100.0))),
+    "batch_norm_before_any_training": ("mode", "no forward in training mode has computed", 0, "norm", True,
+        lambda folder: evaluate_only(folder, Net(norm=True))),
+    "labels_that_are_all_ignored": ("data", "every label of the batch is -100", 2, "", True,
+        lambda folder: train_language(folder, gpt2(), before=ignored_labels)),
+    # PyTorch 84803, 96600, Baichuan2 86
+    "gradient_lost_on_the_way": ("replicas apart", "gradient in the optimizer differs", 4, "last.weight", True,
+        lambda folder: replicas(folder, lambda step, m: m[1].last.weight.grad.zero_() if step == 3 else None)),
+    "weights_of_unknown_replicas": ("replicas apart", "may have drifted apart", 3, "first.weight", False,
+        lambda folder: replicas(folder, lambda step, m: m[1].first.weight.grad.mul_(2) if step == 1 else None,
+                                wrapped=False)),
+    "sampler_that_ignores_ranks": ("data", "train on the same batches", 3, "", True,
+        lambda folder: replicas(folder, same_data=True)),
+}  # fmt: skip
+"""Kind, a part of the text, step, end of the place, whether it is certain, and the program."""
+for name, (kind, text, step, module, certain, run) in SIMPLE_FAULTS.items():
+    FAULTS[name] = Fault(run, kind, text, step, module, certain)
+HEALTHY |= {
+    "two_replicas": replicas,
+    "tensor_parallel": lambda folder: replicas(folder, wrapped=False, same_data=True, sharded=True),
+    "tensor_parallel_in_a_wrapper": lambda folder: replicas(folder, same_data=True, sharded=True),
+    "plain": lambda folder: train(folder, Net(), steps=14),
+    "language_model": lambda folder: train_language(folder, gpt2(), steps=12),
+    "masked_language_model": lambda folder: train_language(folder, small(tiny_models.bert, heads=2, positions=16)),
+    "encoder_and_decoder": lambda folder: train_language(folder, small(tiny_models.t5)),
+    "low_rank_adapters": lambda folder: train(folder, *with_adapter()),
+    "adapters_under_accumulation": lambda folder: train(folder, *with_adapter(), steps=24, every=8),
+    "bias_before_batch_norm": lambda folder: train(folder, Net(norm=True), functools.partial(torch.optim.SGD, lr=0.01)),
+    "mask_of_minus_infinity": lambda folder: train(folder, Net(masked_attention)),
+    "recurrent": lambda folder: train(folder, seeded(LastOutput(4, 16, batch_first=True), nn.Linear(16, 4))),
+    "experts_that_rest": lambda folder: train(folder, seeded(Experts(nn.Linear(16, 4) for _ in range(3))), steps=12),
+    "pictures": lambda folder: train(
+        folder, before=lambda step, x, y: (torch.randn(8, 3, 8, 8), y), model=seeded(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+            nn.Linear(128, 4))),
+}  # fmt: skip

@@ -51,6 +51,8 @@ def test_a_right_key_in_a_wrong_place_is_answered_with_its_path(section, answer)
     ({"log_level": "LOUD"}, "ort_zero.log_level", "'LOUD'"),
     ({"save_onnx": 3}, "ort_zero.save_onnx", "3"),
     ({"compile": True}, "ort_zero.compile", "True"),
+    ({"metrics": {"every": 0}}, "ort_zero.metrics.every", "0"),
+    ({"metrics": {"path": 5}}, "ort_zero.metrics.path", "5"),
 ])  # fmt: skip
 def test_wrong_value_names_path_and_value(section, path, value):
     with pytest.raises(ConfigError) as error:

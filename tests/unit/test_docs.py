@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import configparser
 import importlib
 import importlib.util
 import itertools
@@ -121,13 +120,6 @@ def test_a_name_that_no_door_offers_is_an_attribute_error(door):
     module = importlib.import_module(door)
     with pytest.raises(AttributeError, match=f"module '{door}' has no attribute 'no_such_name'"):
         _ = module.no_such_name
-
-
-def test_the_section_of_mypy_has_no_exceptions():
-    parser = configparser.ConfigParser()
-    parser.read(ROOT / "setup.cfg")
-    assert "mypy" in parser and "ignore_errors" not in (ROOT / "setup.cfg").read_text()
-    assert [name for name in parser.sections() if name.startswith("mypy-")] == []
 
 
 def test_troubleshooting_has_the_texts_of_the_code():

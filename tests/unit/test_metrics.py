@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from ort_zero import config
 from ort_zero.errors import ConfigError
 from ort_zero.profiling import metrics as writer_module
 from ort_zero.profiling.metrics import FIGURES, MetricsWriter, counting_a_save_of, path_of_rank, prometheus_text
@@ -75,9 +74,3 @@ def test_which_rank_writes_where(tmp_path):
     assert path_of_rank(None, 0) is None
     assert path_of_rank(str(tmp_path / "m"), 0) == tmp_path / "m" and path_of_rank(str(tmp_path / "m"), 1) is None
     assert path_of_rank(str(tmp_path / "m.{rank}"), 1) == tmp_path / "m.1"
-
-
-@pytest.mark.parametrize("wrong", [{"every": 0}, {"evry": 3}, {"path": 5}])
-def test_wrong_keys_are_named(wrong):
-    with pytest.raises(ConfigError, match=rf"ort_zero\.metrics\.{next(iter(wrong))}"):
-        config.parse({"metrics": wrong})

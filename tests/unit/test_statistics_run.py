@@ -214,15 +214,12 @@ def test_a_run_that_hangs_is_ended_and_named_with_its_line(script, capsys):
     assert lines[-1].endswith(where) and "time.sleep(1000)" in (script.parent / "runs/b.stacks").read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        ((), "what should the second run change?"),
-        (("--change", "zero_optimization"), "is not KEY=VALUE"),
-        (("--against", "zero9"), "did you mean zero0?"),
-        (("--python", "/no/such/python"), "no program /no/such/python"),
-    ],
-)
+@pytest.mark.parametrize(("words", "answer"), [
+    ((), "what should the second run change?"),
+    (("--change", "zero_optimization"), "is not KEY=VALUE"),
+    (("--against", "zero9"), "did you mean zero0?"),
+    (("--python", "/no/such/python"), "no program /no/such/python"),
+])  # fmt: skip
 def test_wrong_usage_is_one_line(script, words, answer, capsys):
     try:
         status = run(script, *words)
