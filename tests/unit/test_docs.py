@@ -6,9 +6,11 @@ import ast
 import importlib
 import importlib.util
 import itertools
+import json
 import re
 import shlex
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -92,13 +94,17 @@ def test_every_target_of_make_that_a_page_names_exists():
     assert named and named <= targets
 
 
-@pytest.fixture(scope="module")
-def reference():
-    """The script that writes docs/reference.md."""
-    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs/make_reference.py")
+def script(path: str) -> ModuleType:
+    """Return a script of the repository as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    return script("docs/make_reference.py")
 
 
 STALE = "docs/reference.md is not what the code says: run `python docs/make_reference.py`, commit the page"
@@ -160,3 +166,53 @@ def test_each_command_of_a_page_is_one_that_ort_zero_takes(page, capsys):
         except SystemExit:
             refused.append((command, capsys.readouterr().err))
     assert refused == []
+
+
+# -- programs of others ------------------------------------------------------------------------------------------------
+
+
+CLIENTS = ROOT / "tests/clients"
+
+
+@pytest.fixture(scope="module")
+def programs_page() -> ModuleType:
+    return script("tests/clients/programs_page.py")
+
+
+def test_every_row_is_that_of_a_program(programs_page):
+    for path in (CLIENTS / "results").glob("*.json"):
+        rows = json.loads(path.read_text())["rows"]
+        assert {row["test"] for row in rows} <= programs_page.names_in(CLIENTS / f"{path.stem}.py"), path
+
+
+def test_the_page_says_what_the_tests_found(programs_page):
+    for name, section in (("architectures", programs_page.architectures()), ("programs", programs_page.programs())):
+        begin, end = programs_page.MARKS[name]
+        assert f"{begin}\n{section}{end}" in programs_page.PAGE.read_text()
+
+
+# -- figures of benchmarks ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    return script("benchmarks/bench_check.py")
+
+
+STORED = {"processor": "AVX2", "margin": 0.1, "cases": {"a": {"benchmark": "step_time.py", "arguments": ["a"]}}}
+
+
+def test_ratios_of_another_kind_of_processor_are_not_compared(bench):
+    with pytest.raises(ValueError, match=r"another processor \(AVX2\), and this one is AVX512"):
+        bench.check(STORED, lambda case: {"ratio": 0.1, "processor": "AVX512"}, ["a"])
+
+
+def test_the_pages_show_what_is_stored(bench):
+    stored = json.loads(bench.STORED.read_text())
+    for page, figures in ((bench.README, bench.sentence(stored)), (bench.PAGE, bench.table(stored))):
+        assert page.read_text() == bench.with_figures(page.read_text(), figures)
+
+
+def test_the_benchmarks_of_make_are_there():
+    (names,) = re.findall(r"^BENCHMARKS := (.+)$", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert [name for name in names.split() if not (ROOT / f"benchmarks/{name}.py").exists()] == []
