@@ -1,4 +1,4 @@
-"""Ranks share an aggregation under every launcher, and fail as one."""
+"""Ranks share an aggregation or a conversion under every launcher, and fail as one."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import json
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_engines import outcome
 from checkpoint_files import MASTER, SAVED_ELSEWHERE, some_tensors, write
+from deepspeed_checkpoints import read
 from rank_processes.ranks import free_port, run_on_ranks
 from safetensors.torch import load_file
 
+from ort_zero.checkpoint import verify
 from ort_zero.checkpoint.aggregation import streaming
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
+from ort_zero.checkpoint.conversions.converting import convert
+from ort_zero.checkpoint.files import storage
+from ort_zero.checkpoint.finding import find_source
 from ort_zero.distributed.launched_ranks import from_launcher
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
@@ -34,24 +40,41 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 """The source and the options of each aggregation; in the way "full" the disk of rank 1 is full."""
 
 
+FORMATS = ("ort_zero", "deepspeed", "universal")
+OPTIONS: dict[str, Any] = {"stage": 2, "world_size": 5, "progress": False}
+"""Options of each conversion."""
+
+
+def full(self: Any, *args: Any) -> None:
+    """Fail as a write to a full disk does."""
+    raise OSError(28, "No space left on device")
+
+
 def together(folder: str) -> dict[str, dict[str, Any]]:
-    """Aggregate in each way as one of the ranks that run; return what came of it."""
+    """Aggregate in each way and convert into each format as one of the ranks that run; return what came of it."""
     put, ranks = streaming.Streamer._put, from_launcher()
+    found: dict[str, dict[str, Any]] = {}
 
-    def full(self: Any, *args: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def attempt(way: str, action: Callable[[], Any]) -> None:
+        reports: list[Any] = []
+        found[way] = outcome(lambda: reports.append(action()))
+        dist.barrier()
+        for report in reports:
+            found[way] |= {"files": dict(report.files), "warnings": report.warnings}
+            found[way]["read"] = getattr(report, "bytes_read", None)  # of an aggregation
 
-    found = {}
     for way, (source, options) in WAYS.items():
         streaming.Streamer._put = full if way == "full" and ranks.rank == 1 else put
-        started = time.monotonic()
-        try:
-            report = aggregate(f"{folder}/{source}", f"{folder}/{way}", ranks=ranks, **options)
-            found[way] = {"files": dict(report.files), "read": report.bytes_read, "warnings": report.warnings}
-        except Exception as error:
-            found[way] = {"type": type(error).__name__, "text": str(error)}
-        dist.barrier()
-        found[way]["seconds"] = time.monotonic() - started
+        attempt(way, lambda: aggregate(f"{folder}/{source}", f"{folder}/{way}", ranks=ranks, **options))
+    for to in FORMATS:
+        attempt(to, lambda: convert(f"{folder}/saved/t", f"{folder}/{to}", to=to, ranks=ranks, **OPTIONS))
+    attempt("no source", lambda: convert(f"{folder}/gone", f"{folder}/none", ranks=ranks, **OPTIONS))
+    if ranks.rank == 1:
+        storage._WholeWrites.write = full
+    for to in FORMATS:
+        attempt(
+            f"full {to}", lambda: convert(f"{folder}/saved/t", f"{folder}/full {to}", to=to, ranks=ranks, **OPTIONS)
+        )
     ranks.close()
     return found
 
@@ -80,24 +103,55 @@ def check(out: Path) -> None:
     assert not [name for name in os.listdir(out) if name.startswith(".")]
 
 
-def test_three_ranks_share_the_files_and_fail_as_one(tmp_path):
-    write(tmp_path / "src")
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder in which three ranks have worked together, and what came of it on each."""
+    folder = tmp_path_factory.mktemp("shared")
+    write(folder / "src")
     tensors = {(MASTER, f"t{i}"): torch.full((64,), float(i)) for i in range(6)}
     tensors[MASTER, "t4"][3] = torch.nan
-    write(tmp_path / "odd", tensors)
-    reports = run_on_ranks(together, 3, str(tmp_path))
+    write(folder / "odd", tensors)
+    convertible = {key: value for key, value in some_tensors().items() if key[1] not in ("none", "bn.mask")}
+    write(folder / "saved" / "t", convertible, tag="t")
+    return folder, run_on_ranks(together, 3, str(folder))
+
+
+def test_three_ranks_share_the_files_of_an_aggregation(shared):
+    folder, reports = shared
     for way in ("one file", "shards"):
         assert all(r[way]["files"] == reports[0][way]["files"] for r in reports)
-        assert set(reports[0][way]["files"]) == set(os.listdir(tmp_path / way))
+        assert set(reports[0][way]["files"]) == set(os.listdir(folder / way))
         assert NEEDED <= reports[0][way]["read"] < 2 * NEEDED
-    check(tmp_path / "shards")
-    assert [r["full"]["type"] for r in reports] == ["RankError", "CheckpointError", "RankError"], reports
-    assert all("No space left on device" in r["full"]["text"] for r in reports)
-    assert "rank 1" in reports[0]["full"]["text"] and os.listdir(tmp_path / "full") == []
-    assert max(r["full"]["seconds"] for r in reports) < 30
-    for r in reports:
-        assert r["gone"]["type"] in ("CheckpointError", "RankError") and "gone" in r["gone"]["text"]
-        assert r["not finite"]["warnings"] == ("NaN or inf in t4",)
+    check(folder / "shards")
+    assert all(r["not finite"]["warnings"] == ("NaN or inf in t4",) for r in reports)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_three_ranks_share_the_files_of_a_conversion(shared, tmp_path, to):
+    folder, reports = shared
+    assert all(r[to]["type"] is None and r[to]["files"] == reports[0][to]["files"] for r in reports), reports
+    convert(folder / "saved" / "t", tmp_path / to, to=to, **OPTIONS)
+    mine, alone = (find_source(str(place / to / "t")) for place in (folder, tmp_path))
+    assert verify(str(folder / to / "t"), progress=False).ok and mine.world_size == 5
+    assert mine.optimizer == alone.optimizer and mine.files.keys() == alone.files.keys()
+    values, expected = ({(t.kind, t.name): read(source, t) for t in source.tensors} for source in (mine, alone))
+    assert values.keys() == expected.keys()
+    assert all(torch.equal(value, expected[key]) for key, value in values.items())
+
+
+@pytest.mark.parametrize("way", ["full", *(f"full {to}" for to in FORMATS)])
+def test_a_full_disk_of_one_rank_is_one_error_and_leaves_nothing(shared, way):
+    folder, reports = shared
+    assert [r[way]["type"] for r in reports] == ["RankError", "CheckpointError", "RankError"], reports
+    assert all("No space left on device" in r[way]["text"] for r in reports) and "rank 1" in reports[0][way]["text"]
+    assert max(r[way]["seconds"] for r in reports) < (30 if way == "full" else 60)
+    assert not (folder / way).exists() or os.listdir(folder / way) == []
+
+
+@pytest.mark.parametrize("way", ["gone", "no source"])
+def test_a_source_that_is_not_there_is_named_on_all_ranks(shared, way):
+    for report in shared[1]:
+        assert report[way]["type"] in ("CheckpointError", "RankError") and "gone" in report[way]["text"]
 
 
 def environment(**more: str) -> dict[str, str]:
