@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -48,8 +49,6 @@ def engine_of(
     **zero: Any,
 ) -> Any:
     """Return an engine around :class:`Odd` with two parameter groups, executed by PyTorch."""
-    import logging
-
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -74,6 +73,44 @@ def engine_of(
         del config["zero_optimization"]["offload"]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    return engine
+
+
+def made(
+    stage: int = 1,
+    optimizer: Callable[..., Any] | str = torch.optim.AdamW,
+    scheduler: Callable[[Any], Any] | None = None,
+    model: torch.nn.Module | None = None,
+    accumulate: int = 1,
+    sharded: bool = True,
+    groups: Callable[[Any], list] | None = None,
+    section: bool = True,
+    more: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Return an engine around :class:`Odd` with an optimizer of a kind, or made by DeepSpeed; `more` is config."""
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    model = model or Odd()
+    trained = groups(model) if groups else [p for p in model.parameters() if p.requires_grad]
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulate,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        **(more or {}),
+    }
+    if section:
+        config["ort_zero"] = {"backend": "torch", "checkpoint": {"sharded": sharded}}
+    if isinstance(optimizer, str):
+        config["optimizer"] = {"type": optimizer, "params": {"lr": 0.01, **options}}
+        config["zero_optimization"]["reduce_scatter"] = False  # as DeepSpeed's Muon wants it
+        return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
+    made_here = optimizer(trained, **{"lr": 0.01, **options})
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=made_here, lr_scheduler=scheduler(made_here) if scheduler else None, config=config
+    )
     return engine
 
 

@@ -107,7 +107,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "nadam": (torch.optim.NAdam, {}),
     "tensor_lr": (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
 }
-"""The class and the options of :func:`test_resumed_differences.made`, by name."""
+"""The class and the options of :func:`checkpoint_engines.made`, by name."""
 BY_DEEPSPEED: dict[str, tuple[Any, dict[str, Any]]] = {"muon": ("Muon", {})}
 """Optimizers that DeepSpeed makes by their name."""
 COMPILED: dict[str, tuple[Any, dict[str, Any]]] = {"cpu_adam": (deepspeed_cpu_adam, {})}

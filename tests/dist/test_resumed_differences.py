@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_engines import Odd, differences, values_of
+from checkpoint_engines import Odd, differences, made, train, values_of
 from optimizer_kinds import COMPILED, OPTIMIZERS, Peculiar
-from resumed_engines import CHANGES, made, step
 
 from ort_zero.checkpoint import aggregate, convert, diff, save, verify, wait
 from ort_zero.cli.main import main
@@ -30,7 +29,7 @@ CONFIG = json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
 def saved(folder: Any, micro_steps: int = 2, **options: Any) -> None:
     """Train and save."""
     engine = made(**options)
-    step(engine, range(micro_steps))
+    train(engine, range(micro_steps))
     engine.save_checkpoint(str(folder), tag="t")
     engine.destroy()
 
@@ -48,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("kind", "stage"), [(torch.optim.Adafactor, 0), *((Peculiar, stage) for stage in STAGES)])
 def test_states_that_cannot_be_cut_are_refused_before_anything_is_written(kind, stage, tmp_path):
     engine = made(stage, kind)
-    step(engine, range(3))
+    train(engine, range(3))
     with pytest.raises(CheckpointError, match="optimizer state '.*' of .*\"sharded\": false"):
         engine.save_checkpoint(str(tmp_path), tag="t")
     assert not list(tmp_path.rglob("*.safetensors")) and not (tmp_path / "latest").exists()
@@ -66,7 +65,7 @@ def test_deepspeeds_adam_for_cpus_goes_on_as_in_plain_deepspeed(stage, tmp_path)
         saved(folder, stage=stage, optimizer=kind, section=section, **options)
         engine = made(stage, kind, model=Odd(seed=1), section=section, **options)
         assert engine.load_checkpoint(folder)[0]
-        step(engine, range(2, 4))
+        train(engine, range(2, 4))
         found.append(values_of(engine))
         engine.destroy()
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
@@ -96,16 +95,16 @@ def test_parameters_without_gradient_among_the_optimizers_have_no_state(tmp_path
         return list(model.parameters())
 
     engine = made(stage=0, groups=everything)
-    step(engine, range(2))
+    train(engine, range(2))
     engine.save_checkpoint(str(tmp_path))
-    step(engine, range(2, 4))
+    train(engine, range(2, 4))
     after = values_of(engine)
     assert "exp_avg of frozen.weight" not in after
     engine.destroy()
     assert verify(tmp_path, progress=False).ok
     engine = made(stage=0, groups=everything, model=Odd(seed=1))
     engine.load_checkpoint(str(tmp_path))
-    step(engine, range(2, 4))
+    train(engine, range(2, 4))
     assert not differences(engine, after)
     engine.destroy()
 
@@ -115,13 +114,13 @@ def test_a_run_whose_steps_were_all_skipped_resumes(tmp_path):
     engine = made()
     engine.global_steps = engine.skipped_steps = 3
     engine.save_checkpoint(str(tmp_path))
-    step(engine, range(2))
+    train(engine, range(2))
     after = values_of(engine)
     engine.destroy()
     engine = made(model=Odd(seed=1))
     engine.load_checkpoint(str(tmp_path))
     assert (engine.global_steps, engine.skipped_steps) == (3, 3)
-    step(engine, range(2))
+    train(engine, range(2))
     assert not differences(engine, after)
     engine.destroy()
 
@@ -181,10 +180,10 @@ def test_a_step_after_resuming_has_the_gradients_of_all_its_micro_steps(stage, t
     found = []
     for seeds in (range(0), range(50, 51), range(50, 53), range(50, 54)):  # what the engine has done before it loads
         engine = made(stage, model=Odd(seed=1), accumulate=4)
-        step(engine, seeds)
+        train(engine, seeds)
         engine.load_checkpoint(str(tmp_path))
         assert engine.micro_steps == 0 and engine.global_steps == 1
-        step(engine, range(10, 14))
+        train(engine, range(10, 14))
         assert engine.global_steps == 2
         found.append(values_of(engine))
         for other in found:
@@ -199,10 +198,41 @@ def test_another_accumulation_after_resuming_steps_where_plain_deepspeed_does(st
     engine.load_checkpoint(str(tmp_path))
     steps = []
     for seed in range(8):
-        step(engine, range(seed, seed + 1))
+        train(engine, range(seed, seed + 1))
         steps.append(engine.global_steps)
     assert steps == [3, 3, 3, 4, 4, 4, 4, 5]
     engine.destroy()
+
+
+def _other_rate(engine: Any) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.05
+
+
+def _other_decay(engine: Any) -> None:
+    engine.optimizer.param_groups[0]["weight_decay"] = 0.3
+
+
+def _other_scheduler(engine: Any) -> None:
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(inner, step_size=1, gamma=0.5)
+
+
+def _no_gradients(engine: Any) -> None:
+    engine.zero_grad()
+    engine.optimizer.zero_grad()
+
+
+def _other_clipping(engine: Any) -> None:
+    engine.optimizer.clip_grad = 1e-3
+
+
+def _another_backward(engine: Any) -> None:
+    train(engine, range(90, 91))  # in the middle of a window of accumulation
+    engine.zero_grad()
+
+
+CHANGES = [_other_rate, _other_decay, _other_scheduler, _no_gradients, _other_clipping, _another_backward]
 
 
 def _resumed(folder: Path, stage: int, change: Callable[[Any], None], plain: bool) -> tuple[list[Any], dict[str, Any]]:
@@ -213,7 +243,7 @@ def _resumed(folder: Path, stage: int, change: Callable[[Any], None], plain: boo
 
     options: dict[str, Any] = {"stage": stage, "accumulate": 2, "scheduler": scheduler, "section": not plain}
     engine = made(**options)
-    step(engine, range(4))
+    train(engine, range(4))
     engine.save_checkpoint(str(folder), tag="t")
     engine.destroy()
     engine = made(model=Odd(seed=1), **options)
@@ -221,7 +251,7 @@ def _resumed(folder: Path, stage: int, change: Callable[[Any], None], plain: boo
     change(engine)
     seen = []
     for seed in range(4, 10):
-        step(engine, range(seed, seed + 1))
+        train(engine, range(seed, seed + 1))
         seen.append((engine.global_steps, engine.get_lr()))
     values = values_of(engine)
     engine.destroy()
@@ -240,7 +270,7 @@ def test_what_a_program_changes_before_the_first_step_acts_as_in_plain_deepspeed
 # ---- states that DeepSpeed moves, and states that differ by group ----------------------------------------------------
 
 
-def train(engine: Any, steps: int) -> None:
+def train_linear(engine: Any, steps: int) -> None:
     """Do steps with the same batch."""
     for _ in range(steps):
         engine.backward(engine(torch.ones(2, 8)).square().mean())
@@ -259,7 +289,7 @@ def test_states_that_were_offloaded_are_saved_and_resumed(tmp_path):
         return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
     engine = made(3, "Adam", model=model(0))  # offload_states() wants DeepSpeed's own Adam
-    train(engine, 2)
+    train_linear(engine, 2)
     at_save = states(engine)
     engine.offload_states()
     engine.save_checkpoint(str(tmp_path), tag="t")
@@ -267,7 +297,7 @@ def test_states_that_were_offloaded_are_saved_and_resumed(tmp_path):
     engine = made(3, "Adam", model=model(1))
     engine.load_checkpoint(str(tmp_path))
     assert same(states(engine), at_save)
-    train(engine, 2)
+    train_linear(engine, 2)
     assert not same(states(engine), at_save)
     engine.offload_states()
     engine.reload_states()
@@ -275,14 +305,14 @@ def test_states_that_were_offloaded_are_saved_and_resumed(tmp_path):
     engine.offload_states()
     engine.reload_states()
     assert same(states(engine), at_save)
-    train(engine, 1)
+    train_linear(engine, 1)
     engine.destroy()
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_values_that_a_program_added_to_a_parameter_group_come_back(stage, tmp_path, caplog):
     engine = made(stage)
-    step(engine, range(2))
+    train(engine, range(2))
     (group,) = engine.optimizer.param_groups
     group["plan"] = {"warm": 3, "parts": ["a", ("b", 2)], 5: {1, 2}}
     group["name"], group["list"] = "encoder", [1, 2.5, None]
@@ -338,7 +368,7 @@ def test_parameters_that_differ_are_named(change, words, tmp_path, caplog):
 
 def test_what_a_save_leaves_out_is_named_and_filled_from_a_model(tmp_path, capsys, caplog):
     engine = made()
-    step(engine, range(2))
+    train(engine, range(2))
     engine.save_checkpoint(str(tmp_path / "whole"), tag="t")
     engine.save_checkpoint(str(tmp_path / "part"), tag="t", exclude_frozen_parameters=True)
     engine.load_checkpoint(str(tmp_path / "part"))
@@ -376,7 +406,7 @@ def test_masters_that_are_set_after_a_background_save_wait_for_its_copy(stage, t
     copy = saving._copy
     monkeypatch.setattr(saving, "_copy", lambda *tensors: (time.sleep(0.2), copy(*tensors)))
     engine = made(stage=stage)
-    step(engine, range(2))
+    train(engine, range(2))
     weight = engine.module.hidden.weight
     own = safe_get_full_fp32_param(weight).clone()
     average = torch.full_like(own, 7.0)
@@ -429,17 +459,17 @@ def test_half_precision_without_zero_is_saved_as_deepspeed_does(precision, tmp_p
     options: dict[str, Any] = {"stage": 0, "more": {precision: {"enabled": True}}}
     engine = made(**options)
     (warning,) = [text for text in warnings_of(caplog) if "DeepSpeed's own format" in text]
-    step(engine, range(2))
+    train(engine, range(2))
     engine.save_checkpoint(str(tmp_path), tag="t")
     at_save = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    step(engine, range(2, 4))
+    train(engine, range(2, 4))
     after = {name: value.clone() for name, value in engine.module.state_dict().items()}
     engine.destroy()
     engine = made(**options, model=Odd(seed=1))
     assert engine.load_checkpoint(str(tmp_path))[0]
     for name, value in engine.module.state_dict().items():
         assert torch.equal(value, at_save[name]), name
-    step(engine, range(2, 4))
+    train(engine, range(2, 4))
     for name, value in engine.module.state_dict().items():
         assert torch.equal(value, after[name]), name
     engine.destroy()
@@ -447,14 +477,14 @@ def test_half_precision_without_zero_is_saved_as_deepspeed_does(precision, tmp_p
 
 def test_deepspeeds_checkpoint_without_zero_resumes(tmp_path, caplog):
     engine = made(stage=0, sharded=False)
-    step(engine, range(2))
+    train(engine, range(2))
     engine.save_checkpoint(str(tmp_path), tag="t", client_state={"epoch": 3})
-    step(engine, range(2, 4))
+    train(engine, range(2, 4))
     after = values_of(engine)
     engine.destroy()
     engine = made(stage=0, model=Odd(seed=1))
     assert engine.load_checkpoint(str(tmp_path))[1]["epoch"] == 3
-    step(engine, range(2, 4))
+    train(engine, range(2, 4))
     assert not differences(engine, after)
     engine.destroy()
     engine = made(stage=1)

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from checkpoint_engines import Odd, engine_of, train, whole_parameters_untouched
+from checkpoint_engines import Odd, engine_of, made, train, whole_parameters_untouched
 from deepspeed_checkpoints import read
 from optimizer_kinds import BY_DEEPSPEED, BY_SHARD, OPTIMIZERS
 from rank_processes.ranks import run_on_ranks
-from resumed_engines import made
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint import aggregate, convert, load_optimizer_state, verify

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import types
 import weakref
 
 import torch
-from stack_models import IN, Block, Stack
+from stack_models import IN, Stack
 from torch import nn
 
 import ort_zero
@@ -29,23 +28,6 @@ def status_of(model: nn.Module) -> dict:
     status = ort_zero.status()["models"][-1]
     assert status["module"] == type(model).__name__
     return status
-
-
-def stack(kind: type[nn.Module] = Stack) -> tuple[nn.Module, nn.Module, torch.Tensor]:
-    """Return a plain model, a compiled one with the same weights, and inputs."""
-    torch.manual_seed(0)
-    plain = kind()
-    return plain, wrapped(copy.deepcopy(plain)), torch.randn(4, IN)
-
-
-def test_class_names_and_results_stay():
-    plain, model, x = stack()
-    assert type(model) is Stack and isinstance(model.blocks[0], Block)
-    assert list(model.state_dict()) == list(plain.state_dict())
-    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
-    torch.testing.assert_close(model(x), plain(x))
-    assert status_of(model)["graph_runs"] == {"forward": 5}
-    plain.load_state_dict(model.state_dict())
 
 
 def test_a_pickle_is_loaded_without_ort_zero(tmp_path):

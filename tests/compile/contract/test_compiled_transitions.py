@@ -88,15 +88,6 @@ def test_several_modules_of_one_class_are_no_recompilation(capfd, caplog):
     assert "WARNING" not in said and "graphs" not in said, said
 
 
-def test_a_module_that_used_the_graph_of_another_one_is_compiled_again():
-    torch._dynamo.reset()
-    several = ort_zero.wrap(nn.Sequential(Block(), Block(), Block()), compile={"place": "ort"}, log_level="WARNING")
-    step(several, torch.randn(4, 8))
-    several[2].flag = False
-    step(several, torch.randn(4, 8))
-    assert any(each["reason"].startswith("self.flag is False, was True") for each in transitions())
-
-
 def test_the_limit_is_one_warning_of_what_changes(model, caplog, monkeypatch):
     monkeypatch.setattr(torch_compile, "RECOMPILE_LIMIT", 12)
     torch._dynamo.reset()

@@ -174,17 +174,6 @@ def test_products_run_in_onnxruntime_for_any_number_of_rows(bias: bool):
     assert backend.engine.runs["loss"] == 12
 
 
-def test_products_of_another_dtype_or_of_sizes_that_change_are_pytorchs():
-    backend = CompileEngine(Settings(place="ort")).compiler()
-    assert backend.products_of(torch.empty(CLASSES, 16, dtype=torch.bfloat16), None) is head_loss.IN_PYTORCH
-    torch._dynamo.reset()
-    step = torch.compile(lambda x, w, y: F.cross_entropy(F.linear(x, w), y), backend=backend)
-    weight, states = torch.randn(CLASSES, 16), torch.randn(4, 16, requires_grad=True)
-    torch._dynamo.mark_dynamic(weight, 0)
-    step(states, weight.requires_grad_(), torch.tensor([1, 2, 3, 4])).backward()
-    assert OPERATOR in backend.engine.as_dict()["in_torch"] and not backend.engine.runs["loss"]
-
-
 def test_a_product_that_fails_runs_in_pytorch(monkeypatch, tmp_path):
     def fail(*args: Any) -> None:
         raise RuntimeError("out of threads")
@@ -383,14 +372,6 @@ def test_where_logits_are_computed_at_once(how: str):
     ids, _ = batch()
     with torch.set_grad_enabled(how != "no gradients"), torch.autocast("cpu", enabled=how == "autocast"):
         assert type(compiled(ids)) is torch.Tensor
-
-
-def test_a_head_that_computes_its_logits_is_timed_as_other_units_are():
-    compiled, _ = wrapped(Model(), fuse_loss="off", place="measured")
-    inputs = batch()
-    for _ in range(100):
-        trained(compiled, as_module, *inputs)
-    assert ort_zero.status()["models"][-1]["compiled"]["settled"]
 
 
 def test_which_modules_are_heads():

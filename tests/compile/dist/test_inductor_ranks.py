@@ -1,4 +1,4 @@
-"""Units by Inductor, and those that start in PyTorch, train under ZeRO-3 on two ranks as in plain DeepSpeed."""
+"""Units by Inductor train under ZeRO-3 on two ranks as in plain DeepSpeed."""
 
 from __future__ import annotations
 
@@ -80,15 +80,6 @@ def compiled_at_other_times(run: Run) -> None:
             run.engine.train()
 
 
-def started(run: Run, again: bool) -> None:
-    """Train until tiny layers are back in PyTorch, or start again: rank 1 with longer rows, of which none is kept."""
-    run.start(build("gpt2_sdpa"), options={"place": "measured"})
-    for step in range(4 if again else 40):
-        generator = torch.Generator().manual_seed(10 * step + run.rank)
-        tokens = torch.randint(0, VOCAB, (2, 16 if again and run.rank else 4), generator=generator)
-        run.step(run.engine(input_ids=tokens, labels=tokens).loss)
-
-
 def train_all(folder: str) -> dict[str, Any]:
     """Train all scenarios."""
     named = {
@@ -96,8 +87,6 @@ def train_all(folder: str) -> dict[str, Any]:
         "reentrant": functools.partial(checkpointed_lengths, reentrant=True),
         "not reentrant": functools.partial(checkpointed_lengths, reentrant=False),
         "other times": compiled_at_other_times,
-        "first start": functools.partial(started, again=False),
-        "later start": functools.partial(started, again=True),
     }
     return compare(named, folder)
 
@@ -142,12 +131,3 @@ def test_ranks_that_compile_at_other_times_agree_on_the_runner():
         found.append(layers["units"])
         timed |= layers["ms"].keys()
     assert found[0] == found[1] and "inductor" in timed
-
-
-def test_a_later_start_trains_in_pytorch_at_once_also_where_one_rank_compiles():
-    for rank, reports in enumerate(_launch()):
-        for name in ("first start", "later start"):
-            trained_alike(reports[name], f"{name}, rank {rank}", ran=False)
-        first, later = (reports[name]["models"][0] for name in ("first start", "later start"))
-        assert first["runners"]["GPT2Block"]["units"] == {"torch": 2} and first["graph_runs"]["backward"]
-        assert bool(later["graph_runs"]) is (rank == 1) and later["fallbacks"] == 0
