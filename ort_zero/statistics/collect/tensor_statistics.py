@@ -44,9 +44,10 @@ def measure_into(row: np.ndarray, tensor: torch.Tensor, offset: int = 0) -> None
     """
     # the fast path: some hundred tensors in a training step are plain CPU tensors
     if type(tensor) in _PLAIN_TYPES and tensor.dtype is torch.float32 and tensor.is_cpu:
-        if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_neg() and tensor.is_contiguous():
+        if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_neg():
             require_memory(tensor)
-            if _kernel()(_array(tensor), offset, row):
+            plain = tensor.detach().contiguous() if tensor.numel() <= _CHUNK else tensor
+            if plain.is_contiguous() and _kernel()(_array(plain), offset, row):
                 return
     with torch.no_grad():
         values = _values(tensor)
