@@ -227,6 +227,8 @@ def test_a_class_within_a_class_is_a_name_and_its_object_a_record():
     named = b"\x80\x02c__builtin__\ngetattr\nca\nB\nX\x01\x00\x00\x00c\x86R"
     assert isinstance(load(named + b"."), ClassReference)
     assert load(named + b"K\x01\x85\x81.").class_name == "a.B.c"
+    text = b"X" + (2000).to_bytes(4, "little") + b"c" * 2000
+    assert load(b"\x80\x02c__builtin__\ngetattr\nca\nB\n" + text + b"\x86R.").class_name == "builtins.getattr"
     with pytest.raises(MalformedPickleError, match="attributes of a function"):
         load(b"\x80\x02c__builtin__\ngetattr\n}X\x01\x00\x00\x00xK\x01sb.")
     with pytest.raises(HostilePickleError, match="the result of builtins.getattr"):  # refused without printing it
