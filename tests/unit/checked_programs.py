@@ -442,18 +442,24 @@ def step_without_the_wrapper(folder):  # PyTorch 104336, jxmnop
     replicas(folder, alone)
 
 
-@fault("replicas apart", "parameter differs between", 0, "last.bias")
-def replicas_that_begin_apart(folder):
-    real = Net.__init__
-    count = []
+@contextlib.contextmanager
+def second_model(change):
+    """Change the second model that is made in the block."""
+    real, made = Net.__init__, []
 
     def differing(self):
         real(self)
-        count.append(self)
-        if len(count) == 2:
-            nn.init.ones_(self.last.bias)
+        made.append(self)
+        if len(made) == 2:
+            change(self)
 
     with mock.patch.object(Net, "__init__", differing):
+        yield
+
+
+@fault("replicas apart", "parameter differs between", 0, "last.bias")
+def replicas_that_begin_apart(folder):
+    with second_model(lambda model: nn.init.ones_(model.last.bias)):
         replicas(folder)
 
 
@@ -464,6 +470,15 @@ def norms_out_of_step(folder):  # DeepSpeed 1801
             models[1].norm.weight.grad.mul_(0.5)
 
     replicas(folder, clip, wrapped=False, same_data=True, sharded=True)
+
+
+@healthy
+def pipeline_stages_that_get_the_same_batch(folder):
+    def own_gradients(step, models):
+        models[1].norm.weight.grad.mul_(0.5)
+
+    with second_model(lambda model: model.add_module("head", nn.Linear(4, 4))):
+        replicas(folder, own_gradients, wrapped=False, same_data=True, sharded=True)
 
 
 @healthy

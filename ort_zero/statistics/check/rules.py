@@ -108,17 +108,18 @@ def replicas_apart(history: History, same_norm: float = 1e-4) -> Iterator[Findin
 
     Threshold: parameters are equal in every bit, norms of gradients within 1e-4, since processors may sum in another
     order. Where ranks are not known to be replicas, parameters that were equal at first may have drifted apart. It is
-    certain where other parameters are sharded by tensor parallelism, and the ranks compute on the same batch.
+    certain where other parameters are sharded by tensor parallelism, and the ranks have the same batch and layers.
     """
     first = history.ranks[0]
     for other in history.ranks[1:]:
-        is_tensor_parallel = history.sharded and first[0].inputs and first[0].inputs == other[0].inputs
-        rule = "shared apart" if is_tensor_parallel else "drifted apart"
+        one, two = first[0], other[0]
+        same_stage = bool(one.inputs) and one.inputs == two.inputs and one.shapes == two.shapes
+        rule = "shared apart" if history.sharded and same_stage else "drifted apart"
         for mine, theirs in zip(first, other):
             shared = set(mine.facts.parameters) & set(theirs.facts.parameters) - mine.partitioned - history.sharded
             apart = sorted(name for name in shared if not _same_digest(mine, theirs, name))
             if not history.data_parallel:
-                apart = [name for name in apart if _same_digest(first[0], other[0], name)]
+                apart = [name for name in apart if _same_digest(one, two, name)]
             yield from (found("parameters apart" if history.data_parallel else rule, theirs, name) for name in apart)
             unequal = sorted(_unequal_gradients(mine, theirs, same_norm)) if history.data_parallel and not apart else []
             yield from (found("gradients apart", theirs, name) for name in unequal)
