@@ -106,7 +106,7 @@ class _Cells(LazyPieces):
             row, at = divmod(row, size)
             first.insert(0, at)
         cell = [bisect_right(cuts, at) - 1 for cuts, at in zip(self._cuts, first)]
-        block = self._blocks[self._owners[tuple(cell)]]
+        block = self._blocks[self._owners.item(*cell)]
         in_block = _flat_index([at - offset for at, offset in zip(first, block.offsets)], block.sizes)
         start = _flat_index(first, self._shape) * self._inner
         nbytes = self._inner * self._itemsize
