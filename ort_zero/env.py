@@ -105,13 +105,18 @@ def world_size() -> int:
 
 def local_world_size() -> int:
     """Return the number of ranks on this machine; 1 without a launcher."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    return _ranks_of_host() or 1
+
+
+def _ranks_of_host() -> int:
+    """Return the number of ranks on this host that the launcher names; 0 if it names none."""
+    number = next(filter(None, map(os.environ.get, _RANKS_OF_HOST)), "")
+    return int(number) if number.isdigit() else 0
 
 
 def several_hosts() -> bool:
     """Return True if the launcher has started ranks on several hosts."""
-    local = next(filter(None, map(os.environ.get, _RANKS_OF_HOST)), "")
-    return local.isdigit() and 0 < int(local) < world_size()
+    return 0 < _ranks_of_host() < world_size()
 
 
 def rank_and_host() -> str:

@@ -104,20 +104,21 @@ def test_errors_of_collectives_are_told_from_others(error, wanted):
     assert is_collective_error(outer) is wanted
 
 
-@pytest.mark.parametrize(("variables", "several"), [
-    ({}, False),
-    ({"WORLD_SIZE": "4"}, False),
-    ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, False),
-    ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, True),
-    ({"WORLD_SIZE": "4", "LOCAL_SIZE": "2"}, True),
-    ({"WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, False),
-    ({"WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, True),
+@pytest.mark.parametrize(("variables", "ranks", "several"), [
+    ({}, 1, False),
+    ({"WORLD_SIZE": "4"}, 1, False),
+    ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, 4, False),
+    ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2, True),
+    ({"WORLD_SIZE": "4", "LOCAL_SIZE": "2"}, 2, True),
+    ({"WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4, False),
+    ({"WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2, True),
 ])  # fmt: skip
-def test_the_launcher_says_whether_there_are_several_hosts(monkeypatch, variables, several):
+def test_the_launcher_says_how_many_ranks_share_a_machine(monkeypatch, variables, ranks, several):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    assert env.local_world_size() == ranks
     assert env.several_hosts() is several
 
 
