@@ -13,6 +13,7 @@ from stack_models import AuxiliaryHeads
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import ort_zero
 from ort_zero.compat.torch_modules import modules_of
@@ -202,6 +203,12 @@ def _noted(model: nn.Module) -> Any:
     return y, mode.seen
 
 
+def _counted(model: nn.Module) -> Any:
+    with FlopCounterMode(display=False) as mode:
+        model(batch()).sum().backward()
+    return mode.get_total_flops()
+
+
 def _faked(model: nn.Module) -> Any:
     with FakeTensorMode(allow_non_fake_inputs=True):
         return [list(model(torch.empty(4, WIDTH)).shape) for _ in range(2)]
@@ -240,6 +247,7 @@ APART: dict[str, Callable[[nn.Module], Any]] = {
     "copy on the meta device": lambda model: list(copy.deepcopy(model).to("meta")(batch().to("meta")).shape),
     "fake tensors": _faked,
     "dispatch mode": _noted,
+    "FlopCounterMode": _counted,
     "vectorized jacobian": lambda model: torch.autograd.functional.jacobian(model, batch(), vectorize=True),
     "vmap": lambda model: torch.func.vmap(model)(batch()),
     "jvp": lambda model: torch.func.jvp(model, (batch(),), (batch(),)),
