@@ -141,7 +141,13 @@ TEXTS: dict[str, dict[str, tuple[str, str, str]]] = {
             _TIE),
     },
 }  # fmt: skip
-"""By kind and name: direction, what is wrong, what to do. A text with "may" is of what may be as the user wants it."""
+"""By kind and name: direction, what is wrong, what to do."""
+_HINTS = frozenset((
+    "drifted apart", "lost in rounding", "never a gradient", "always zero", "no optimizer", "average", "rate ends",
+    "constant outputs", "only in eval", "evaluates in train", "baseline", "part in train", "not repeatable",
+    "same batch again", "a batch without labels", "perhaps tied",
+))  # fmt: skip
+"""Names of what may be as the user wants it; the text says "may"."""
 _KINDS = {name: kind for kind, texts in TEXTS.items() for name in texts}
 
 
@@ -151,5 +157,5 @@ def found(name: str, record: StepRecord, module: str = "", value: str = "") -> F
     direction, text, advice = TEXTS[kind][name]
     return Finding(
         kind=kind, step=record.step, rank=record.rank, direction=direction, module=module, value=value, text=text,
-        advice=advice, certain="may" not in text.split(),
+        advice=advice, certain=name not in _HINTS,
     )  # fmt: skip
