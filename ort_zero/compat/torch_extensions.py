@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from ort_zero.utils.trusted_folder import reason_not_to_trust
 
 _SILENT_SECONDS = 10.0
 """Seconds of waiting for a lock after which a message says what for; the next messages come a minute apart."""
+_COMPILERS = frozenset(("cc1plus", "ninja", "g++", "c++", "clang++", "nvcc", "cicc", "ptxas"))
+"""Names of processes that compile C++ or CUDA."""
 CURE = "apt-get install g++ python3-dev"
 """The command that installs what DeepSpeed's operators are compiled with."""
 _DEVICES = ("/dev/nvidia0", "/dev/kfd", "/dev/dri", "/dev/accel")
@@ -89,20 +92,27 @@ def _holder(lock: Path) -> str | None:
 
 
 def _tell_of_wait(lock: str) -> None:
-    """Log what this process waits for, since when, and who holds the file."""
+    """Log what this process waits for, since when, who holds the file, and whether a compiler runs."""
     try:
         made = os.stat(lock).st_mtime
     except FileNotFoundError:
         return  # the build has just ended
     since = time.strftime("%H:%M:%S", time.localtime(made))
     holder = _holder(Path(lock))
-    why = f"{holder} holds the file"
+    compilers = sorted(_COMPILERS & set(_names_of_processes()))
+    why = f"{holder} holds the file, and {(*compilers, 'no compiler')[0]} runs"
     if holder is None:
         why = "no process of this machine holds the file. If no other machine compiles there, a build was killed: "
         why += f"rm {shlex.quote(lock)}"
     # an error passes the filter of rank 0, which may be on a host where nothing waits
     level = logging.WARNING if holder is not None and env.rank() == 0 else logging.ERROR
     log.get_logger().log(level, "waiting for %s of %s: %s", lock, since, why)
+
+
+def _names_of_processes() -> Iterator[str]:
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has ended
+            yield (process / "comm").read_text().strip()
 
 
 def compiler() -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from ort_zero.errors import ConfigError, OrtZeroError
 
@@ -23,6 +24,8 @@ GRACE_SECONDS = 60.0
 """Time in seconds in which a script may end by itself after its steps are done."""
 _LAST_LINES = 20
 """Number of last lines that are shown of the output of a failed script."""
+_WAITS = re.compile(r"\[ort_zero rank \d+\] \w+ waiting for ")
+"""Matches a line of a rank that waits for a lock, perhaps for ever."""
 _REPORT = "torch/distributed/elastic/"
 """Part of the first line of torchrun's report on a rank that failed, which hides what the rank printed."""
 _WITHOUT_LAUNCHER = "No module named 'mpi4py'"
@@ -113,7 +116,8 @@ def run_with_request(
                 start_new_session=True,
             )  # fmt: skip
             try:
-                status = _wait(process, lambda: is_done(_reports_in(folder)))
+                with open(log, encoding="utf-8", errors="replace") as printed:
+                    status = _wait(process, lambda: is_done(_reports_in(folder)), printed)
             finally:
                 _end(process)
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -154,14 +158,18 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _wait(process: subprocess.Popen, is_done: Callable[[], bool]) -> int:
-    """Return the exit status; 0 for a script that runs longer than :data:`GRACE_SECONDS` after its work."""
+def _wait(process: subprocess.Popen, is_done: Callable[[], bool], printed: TextIO) -> int:
+    """Return the exit status; 0 for a script that runs longer than :data:`GRACE_SECONDS` after its work.
+
+    Prints the lines of the script in which a rank says what it waits for.
+    """
     until = None
     while True:
         try:
             return process.wait(timeout=0.5)
         except subprocess.TimeoutExpired:
             now = time.monotonic()
+            print(*filter(_WAITS.match, printed), sep="", end="", file=sys.stderr, flush=True)
             if is_done() and until is None:
                 until = now + GRACE_SECONDS
             if until is not None and now > until:

@@ -241,6 +241,12 @@ def test_reports_come_in_the_order_of_ranks_and_a_script_that_goes_on_is_ended(m
     assert done.tail[0] == f"said {sleeps}" and (status == 0 or done.tail[-1].startswith("ValueError"))
 
 
+def test_what_a_rank_waits_for_is_said_at_once(capfd):
+    code = "import time; print('step 1'); print('[ort_zero rank 1] ERROR waiting for lock: rm lock', flush=True); "
+    run_with_request([sys.executable, "-c", code + "time.sleep(2)"], "ASKED", {})
+    assert capfd.readouterr().err == "[ort_zero rank 1] ERROR waiting for lock: rm lock\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_script_ends_with_the_command(tmp_path: Path, number: int):
     script = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
