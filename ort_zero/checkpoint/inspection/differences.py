@@ -90,8 +90,13 @@ class _Values:
         if not bool(unlike.any()):
             return
         wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-        x, y = _selectable(a)[unlike].to(wide), _selectable(b)[unlike].to(wide)
+        some_a, some_b = _selectable(a)[unlike], _selectable(b)[unlike]
+        x, y = some_a.to(wide), some_b.to(wide)
         distance = (x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        if not any(each.is_floating_point() or each.is_complex() for each in (a, b)):
+            # float64 ends at 53 bits: as such, large integers that differ may be equal
+            exact = (some_a.to(torch.int64) - some_b.to(torch.int64)).abs().double()
+            distance = torch.where(distance < 2.0**53, exact, distance)
         if atol or rtol:
             far = distance > atol + rtol * y.abs().nan_to_num(nan=0.0, posinf=0.0)
             distance, x, y = distance[far], x[far], y[far]
