@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ort_zero.errors import StatisticsError
 
-PACKAGES = frozenset({"jinja2", "numba", "numpy", "pyarrow"})
+PACKAGES = frozenset({"jinja2", "llvmlite", "numba", "numpy", "pyarrow"})
 """Names of the modules that the extra ``statistics`` installs."""
 
 

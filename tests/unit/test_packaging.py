@@ -85,7 +85,7 @@ def test_statistics_requires_what_is_imported_for_them(setup_cfg):
     declared = {name.lower(): r for name, r in extra(setup_cfg, "statistics").items()}
     files = [ROOT / "ort_zero/cli/stats.py", *(ROOT / "ort_zero/statistics").rglob("*.py")]
     text = "\n".join(path.read_text() for path in files)
-    imported = set(re.findall(r"^\s*(?:from|import) (jinja2|numba|numpy|pyarrow)\b", text, flags=re.M))
+    imported = set(re.findall(r"^\s*(?:from|import) (jinja2|llvmlite|numba|numpy|pyarrow)\b", text, flags=re.M))
     assert set(declared) == imported and all("<" in str(r.specifier) for r in declared.values())
     assert set(declared) <= {name.lower() for name in extra(setup_cfg, "test")}
 
