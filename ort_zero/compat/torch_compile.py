@@ -257,9 +257,15 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return run
 
 
-def reusable_backwards() -> AbstractContextManager[Any]:
-    """Have no backward of graphs that are compiled in a block overwrite what it reads: with ``retain_graph=True``."""
-    return functorch_config.patch(donated_buffer=False)
+def allow_second_backwards() -> None:
+    """Let the backward of the graph whose forward is compiled now run more than once (``retain_graph=True``).
+
+    Torch refuses that where Inductor may overwrite what the forward keeps.
+    """
+    context: Any = torch._guards.TracingContext.try_get()
+    buffers = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)
+    if buffers:
+        buffers.clear()
 
 
 def is_taken_apart(arguments: Iterable[Any]) -> bool:

@@ -109,8 +109,7 @@ class Compiler:
             decompositions=self.decompositions,
             partition_fn=divide,
         )
-        with torch_compile.reusable_backwards():
-            compiled = compiler(module, example_inputs)
+        compiled = compiler(module, example_inputs)
         weakref.finalize(compiled, list(self._products.values()).clear)  # holds them as long as the graph lives
         return _with_gradients_of_pytorch(compiled, self.engine)
 
@@ -251,7 +250,9 @@ def _with_gradients_of_pytorch(compiled: Compiled, engine: Any) -> Compiled:
 
 def prepare(module: GraphModule, direction: str) -> None:
     """Simplify a graph of AOTAutograd, and note what torch leaves out."""
-    if direction == "inference":
+    if direction == "forward":
+        torch_compile.allow_second_backwards()
+    elif direction == "inference":
         for passes in observing.passes:
             passes.remove_pass_throughs(module.graph)
     view_chains.shorten(module.graph)
