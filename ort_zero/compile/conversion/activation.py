@@ -35,9 +35,10 @@ def _gelu(b: Builder, out: Value, x: Value, approximate: str) -> Value:
     if out.dtype is torch.float64:  # ONNX Runtime 1.32 has its constants in float32
         raise NotConvertibleError("a GELU of float64")
     result = b.op("Gelu", x, approximate=approximate)
-    if approximate == "tanh":
+    if approximate == "tanh" or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return result
-    return b.op("Sub", b.op("Add", result, result), result)  # NaN of infinity, and infinity beyond 2**127, as PyTorch
+    # PyTorch's kernel for AVX-512 gives NaN for infinity, and infinity beyond 2**127
+    return b.op("Sub", b.op("Add", result, result), result)
 
 
 @converts(aten.gelu_backward.default)
