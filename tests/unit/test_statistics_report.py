@@ -302,7 +302,7 @@ def test_the_page_opens_offline_with_the_verdict_on_top(page):
     page.hover("forward", 3)
     page.click("#theme")
     assert [entry for entry in page.browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
-    assert [url for url in page.requests() if not url.startswith(("data:", "blob:"))] == [page.url]
+    assert [url for url in page.requests() if not url.startswith(("data:", "blob:", "chrome:"))] == [page.url]
     text = page.text("#verdict")
     for words in (f"First divergence: {BAD}", "step 1", "rank 0", "forward", f"{BAD} adds the error"):
         assert words in text, words
