@@ -36,7 +36,7 @@ class UnitRunner:
     def form(self, unit: nn.Module, function: Callable[..., Any], runner: Runner | None = None) -> Callable[..., Any]:
         """Return the compiled form of a function of the unit and its arguments; called again for another function.
 
-        `runner` is one that a trial of the unit chooses, whose calls all ask; None: what runs units at first.
+        A trial of the unit names the `runner` at each of its calls; None is what runs units at first.
         """
         raise NotImplementedError
 
