@@ -8,23 +8,22 @@ from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ort_zero.utils.patching import around
+
 _taken: Counter[int] = Counter()
 """Number of batches since the last call of :func:`workers_of_one_batch`, by the number of the loader's workers."""
 
 
+@functools.cache
 def count_batches() -> None:
     """Count the batches of all data loaders from now on; a second call does nothing."""
-    original = _BaseDataLoaderIter.__next__
-    if hasattr(original, "__wrapped__"):
-        return
+    _BaseDataLoaderIter.__next__ = around(_counted)(_BaseDataLoaderIter.__next__)  # type: ignore[method-assign]
 
-    @functools.wraps(original)
-    def __next__(self: Any) -> Any:
-        batch = original(self)
-        _taken[self._num_workers] += 1
-        return batch
 
-    _BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign]
+def _counted(original: Any, self: Any) -> Any:
+    batch = original(self)
+    _taken[self._num_workers] += 1
+    return batch
 
 
 def workers_of_one_batch() -> int:
