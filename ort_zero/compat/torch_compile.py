@@ -57,6 +57,11 @@ _sizes_seen: MutableMapping[Any, Any] = WeakIdKeyDictionary()
 """For each module what Dynamo has noted of the sizes in its conversions, by code."""
 
 
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers, in the order of their leaves."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
 def compile_function(
     function: Callable[..., Any],
     backend: Callable[..., Any],

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ort_zero.compat.deepspeed import full_shape
-from ort_zero.compat.torch_compile import saves_plainly, tree_leaves
+from ort_zero.compat.torch_compile import saves_plainly, tensors_in
 from ort_zero.compat.torch_modules import modules_of, parameters_of
 from ort_zero.runtimes.agreement import Agreement
 from ort_zero.runtimes.runner import Runner
@@ -118,8 +118,8 @@ class UnitTrial:
         It begins at the first result's gradient, and ends when an input has its gradient. The unit stays as it is if no
         input takes one.
         """
-        made = [leaf.grad_fn for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
-        read = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        made = [tensor.grad_fn for tensor in tensors_in(results) if tensor.grad_fn]
+        read = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         if not made or not read:
             self._stay()
             return
@@ -156,7 +156,7 @@ class UnitTrial:
 def trial_key(unit: nn.Module, inputs: Any, runners: Iterable[Runner], graphs: Iterable[str]) -> str:
     """Return the key of a unit's calls: of equal class, parameters, inputs, candidates and names of graphs."""
     parameters = [full_shape(parameter) for parameter in parameters_of(unit)]
-    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_in(inputs)
     read = [(tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
     facts = (type(unit).__qualname__, unit.training, parameters, read, [each.value for each in runners], sorted(graphs))
     return "unit_" + _hash(facts)
@@ -174,7 +174,7 @@ def start_key(unit: nn.Module, inputs: Any, runners: Iterable[Runner]) -> str:
     Sizes of inputs count by powers of two, since lengths change from batch to batch.
     """
     modules, parameters = list(modules_of(unit)), parameters_of(unit)
-    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_in(inputs)
     read = [(each.dim(), each.numel().bit_length(), each.dtype, each.requires_grad) for each in tensors]
     kinds = sorted({each.device.type for each in tensors})
     facts = (

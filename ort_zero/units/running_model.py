@@ -6,13 +6,12 @@ import weakref
 from collections.abc import Callable, Container, MutableMapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ort_zero import log
 from ort_zero.compat import torch_compile
-from ort_zero.compat.torch_compile import saves_plainly, tree_leaves
+from ort_zero.compat.torch_compile import saves_plainly, tensors_in
 from ort_zero.compat.torch_modules import modules_of, named_modules_of
 from ort_zero.errors import ExportError
 from ort_zero.runtimes import registry
@@ -236,8 +235,8 @@ class EngineRunner(UnitRunner):
         return self._model.engine.goes_to_torch(unit, self._unit.unit_class)
 
     def _start_key(self, unit: nn.Module, inputs: Any) -> str | None:
-        """Return the key under which it is kept that PyTorch runs the unit; None where all is to be compiled."""
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        """Return the key under which it is kept what runs the unit; None where all is to be compiled."""
+        tensors = tensors_in(inputs)
         if not tensors or not self._model.engine.starts_as_kept:
             return None
         return start_key(unit, inputs, self._model.engine.runners_on(tensors[0].device))
@@ -274,8 +273,9 @@ class EngineRunner(UnitRunner):
         return [unit for unit in units if unit is not None]
 
     def keep(self, unit: nn.Module, inputs: Any, runner: Runner, gain: float = 0.0) -> None:
-        key, engine = self._start_key(unit, inputs), self._model.engine
-        if key is not None and runner is not engine.first_runner and not engine.has_failed(self._unit.unit_class):
+        engine = self._model.engine
+        is_kept = runner is not engine.first_runner and not engine.has_failed(self._unit.unit_class)
+        if is_kept and (key := self._start_key(unit, inputs)) is not None:
             agreement().keep(key, runner, gain)
 
     def gone_to_torch(self) -> None:
@@ -285,7 +285,7 @@ class EngineRunner(UnitRunner):
     def trial_of(self, unit: nn.Module, inputs: Any) -> UnitTrial | None:
         model, unit_class, trial = self._model, self._unit.unit_class, self._unit.trial
         engine = model.engine
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in(inputs)
         if trial is None or trial.key in model.trials:  # else the unit has started as kept
             graphs = engine.timed_keys(unit, unit_class)
             if graphs is None or not tensors:

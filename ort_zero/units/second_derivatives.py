@@ -16,7 +16,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ort_zero.compat.torch_compile import keeps_graph, tree_flatten, tree_leaves, tree_unflatten
+from ort_zero.compat.torch_compile import keeps_graph, tensors_in, tree_flatten, tree_unflatten
 from ort_zero.compat.torch_modules import version_of
 
 
@@ -103,8 +103,7 @@ class _Repeat(nn.Module):
 
 def _with_gradients(results: Any) -> list[torch.Tensor]:
     """Return the tensors among results that need gradients, each once."""
-    tensors = (leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
-    return list({id(tensor): tensor for tensor in tensors}.values())
+    return list({id(tensor): tensor for tensor in tensors_in(results) if tensor.requires_grad}.values())
 
 
 def _edge_of(tensor: torch.Tensor) -> tuple[Any, int]:

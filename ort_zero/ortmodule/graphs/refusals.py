@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ort_zero.compat import torch_graphs
-from ort_zero.compat.torch_compile import tree_leaves
+from ort_zero.compat.torch_compile import tensors_in
 from ort_zero.compat.torch_modules import version_of
 from ort_zero.errors import ExportError
 
@@ -235,7 +235,7 @@ _LIKE_ANOTHER = frozenset(("type_as", "expand_as", "view_as", "reshape_as", "to"
 
 
 def _real_tensors(values: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in _tensors(values) if tensor.is_floating_point()]
+    return [tensor for tensor in tensors_in(values) if tensor.is_floating_point()]
 
 
 class _Run(fx.Interpreter):
@@ -261,7 +261,7 @@ class _Run(fx.Interpreter):
         Raises:
             ExportError: the node changes memory that other values share.
         """
-        tensors = _tensors([self.env[each] for each in n.all_input_nodes])
+        tensors = tensors_in([self.env[each] for each in n.all_input_nodes])
         versions = [version_of(tensor) for tensor in tensors]
         result = super().run_node(n)
         for tensor, before in zip(tensors, versions, strict=True):
@@ -275,15 +275,11 @@ class _Run(fx.Interpreter):
             self.changed.append(self._arguments[memory])
             return
         done = self.user_to_last_uses.get(node, ())
-        later = _tensors([value for each, value in self.env.items() if each not in done])
+        later = tensors_in([value for each, value in self.env.items() if each not in done])
         if any(other is not changed and torch_graphs.memory_of(other) == memory for other in later):
             raise ExportError(
                 f"{torch_graphs.line_of(node)} changes a tensor in place of which a view is read later; change a copy"
             )
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _are_sizes(arguments: Sequence[Any]) -> bool:
