@@ -23,7 +23,7 @@ _STAGES = "deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.zero.stage3
 _OPTIMIZERS = f"{_STAGES[0]}:DeepSpeedZeroOptimizer", f"{_STAGES[1]}:DeepSpeedZeroOptimizer_Stage3"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
 GATHERS = (f"{_COORDINATOR}.fetch_sub_module", f"{_STAGES[0]}:all_gather_dp_groups", f"{_OPTIMIZERS[1]}._post_step")
-"""The functions that gather parameters in any version of DeepSpeed, for :func:`existing`."""
+"""Names of the functions that gather parameters, of all supported versions of DeepSpeed; see :func:`existing`."""
 REDUCES = (
     *(f"{optimizer}.{name}" for optimizer in _OPTIMIZERS for name in (
         "reduce_ready_partitions_and_remove_grads", "process_gradients", "reduce_gradients",
@@ -31,7 +31,7 @@ REDUCES = (
     )),
     f"{ENGINE}:DeepSpeedEngine.allreduce_gradients",
 )  # fmt: skip
-"""The functions that reduce gradients in any version of DeepSpeed."""
+"""Names of the functions that reduce gradients, likewise."""
 
 
 def takes(*arguments: str) -> Callable[[Any], None]:

@@ -159,7 +159,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _wait(process: subprocess.Popen, is_done: Callable[[], bool], printed: TextIO) -> int:
-    """Return the exit status; 0 for a script that runs longer than :data:`GRACE_SECONDS` after its work.
+    """Wait for a script, and return its exit status; 0 once it outlives its work by :data:`GRACE_SECONDS`.
 
     Prints the lines of the script in which a rank says what it waits for.
     """

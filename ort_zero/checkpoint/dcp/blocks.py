@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
 
 def shape_of(value: object) -> Shape:
-    """Return sizes or offsets that a file has as a tuple; raise ValueError for anything else."""
+    """Return sizes or offsets read from a file as a tuple; raise ValueError unless they are integers from 0 on."""
     if not isinstance(value, (list, tuple)) or any(type(n) is not int or n < 0 for n in value):
         raise ValueError(f"{value!r} is no shape"[:200])
     return tuple(value)

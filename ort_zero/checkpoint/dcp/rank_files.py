@@ -58,7 +58,7 @@ def read_rank_files(contents: CheckpointContents) -> None:
 
 
 def _of_one_save(folder: Folder, kind: str, by_size: Mapping[int, Mapping[int, str]]) -> list[str]:
-    """Return the files of a save by rank; raise CorruptCheckpointError if not one of each rank is there."""
+    """Return the names of a save's files, rank 0's first; raise CorruptCheckpointError if a rank's file is missing."""
     if len(by_size) > 1:
         complete = [size for size, files in by_size.items() if len(files) >= size]
         raise CorruptCheckpointError(

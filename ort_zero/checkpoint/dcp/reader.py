@@ -149,7 +149,7 @@ def _no_tensor(_: object) -> None:
 
 
 def _places(folder: Folder, part: str, storage: Any) -> Iterator[tuple[tuple[str, Any], tuple[str, int, int]]]:
-    """Yield key and offsets of each shard, and the file, offset and length where its bytes lie; of each value too."""
+    """Yield ((key, offsets), (file, offset, length)) of each shard or value: what it is, and where its bytes lie."""
     for index, info in storage.items():
         at, place = index.state, info.state
         file, offset, length = place["relative_path"], place["offset"], place["length"]

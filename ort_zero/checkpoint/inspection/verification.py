@@ -34,7 +34,7 @@ _OURS = re.compile(r"rank_.*|.*\.safetensors")
 _OF_A_SAVE = re.compile(r"rank_\d{5}_(?:master|optimizer|extra)(\.[0-9a-f]{8})?\.(?:safetensors|json)")
 """Matches the names of a rank's files; group 1 is the same for all files of a save over another save of the tag."""
 _RANK = re.compile(r".*/(?:rank_|__)(\d+)_[^/]*")
-"""Matches the paths of a rank's files in ort_zero's and torch's format; group 1 is the rank."""
+"""Matches names of files that one rank wrote, in ort_zero's format and in torch's; group 1 is the rank."""
 _OF_MACOS = "._"
 """Prefix of the names of files that macOS adds beside others on disks of other systems."""
 _MAX_NAMED = 3

@@ -82,8 +82,7 @@ class Conditions:
         rows, scale = self.pairs.a.measured, step.unsampled()
         self._set_epsilon(other_dtype)
         self.norm = np.maximum(self.a.l2[rows], self.b.l2[self.pairs.b.measured]) * scale
-        """The larger of the two l2 norms of each pair, of whole tensors: zeros in place of values are no rounding
-        error."""
+        """The larger l2 norm of the two whole tensors of each pair."""
         self.elements = np.maximum(self.a.elements[rows], 1) * scale**2
         """Number of elements of the whole tensors."""
         # a tensor of zeros and negative values is a mask for attention scores
